@@ -1,0 +1,55 @@
+"""The compiler on one screen: passes in order, each a function from facts to facts."""
+
+if __name__ != "streamfx.passes":
+    raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
+
+from collections.abc import Callable
+from typing import Protocol
+
+from streamfx.ir.facts import Facts
+from streamfx.options import Options
+from streamfx.passes import emitters as _emitters  # noqa: F401  (fills the table of emitters)
+from streamfx.passes.axes import Axes
+from streamfx.passes.canonicalize import Canonicalize
+from streamfx.passes.causality import Causality
+from streamfx.passes.demand import Demand
+from streamfx.passes.loss_gradient import LossGradient
+from streamfx.passes.plan import Plan
+from streamfx.passes.rewrite import Rewrite
+from streamfx.passes.stages import Stages
+
+
+class Pass(Protocol):
+    """A question about the graph, and its answer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def apply(self, facts: Facts) -> Facts: ...
+
+
+def pipeline(options: Options) -> tuple[Pass, ...]:
+    """All passes, in order."""
+    return (
+        Canonicalize(),  # what is this, in the fewest operators?
+        Axes(),  # which dimension of which value is the sequence?
+        Demand(),  # which rows of its operands does each operator need?
+        Causality(),  # which keys can a chunk's rows see?
+        Stages(),  # where is it cheapest to cut?
+        LossGradient(),  # can the loss stage find its gradient along with the loss?
+        Plan(options.chunk_size, options.loss_chunk_size, options.save),  # how large is a chunk, what is kept?
+        Rewrite(),  # what runs instead of the joint graph?
+    )
+
+
+def run_pipeline(
+    facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None
+) -> Facts:
+    """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten."""
+    for step in pipeline(options):
+        facts = step.apply(facts)
+        if after is not None:
+            after(step, facts)
+        if facts.axes is not None and facts.axes.sequence is None:
+            break
+    return facts

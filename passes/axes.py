@@ -1,0 +1,201 @@
+"""Which dimension of which value is the sequence?
+
+Walks the graph once. Each operator's rule says how the axes of its operands and results hang together; a union-find over
+factored dimensions collects what indexes the same thing. The sequence is then chosen among the axes: the one that
+attention runs along, else the one that the most bytes can be streamed along. No size is ever compared to find an axis.
+
+    q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
+from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
+from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.sizes import Size, product, shape_of
+from streamfx.passes.rules.registry import Call, rule_for
+
+
+@dataclass(frozen=True)
+class Axes:
+    name: ClassVar[str] = "axes"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes = axes_of(facts.joint)
+        return replace(facts, axes=replace(axes, sequence=sequence_axis(facts.joint, axes)))
+
+
+def axes_of(joint: JointGraph) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet."""
+    table = AxisTable()
+    shapes: dict[fx.Node, Shape] = {}
+    results: dict[fx.Node, tuple[Shape, ...]] = {}
+    found: dict[fx.Node, Signature] = {}
+    letters: dict[fx.Node, dict[Letter, Dim]] = {}
+    declined: dict[fx.Node, str] = {}
+    for node in joint.inputs:
+        if is_tensor(node):
+            shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
+    for node in joint.nodes:
+        if node.target is operator.getitem:
+            if is_tensor(node):
+                shapes[node] = results[node.args[0]][node.args[1]]  # type: ignore[index]
+            continue
+        outcome = _apply_rule(node, table, shapes)
+        if isinstance(outcome, str):
+            declined[node] = outcome
+            made = tuple(tuple(table.fresh(size) for size in own) for own in _result_shapes(node))
+        else:
+            found[node], letters[node], made = outcome
+        results[node] = made
+        if is_tensor(node):
+            shapes[node] = made[0]
+    return AxisFacts(table, shapes, results, found, letters, declined, static_nodes(joint))
+
+
+def _result_shapes(node: fx.Node) -> tuple[tuple[Size, ...], ...]:
+    return tuple(shape_of(result) if result is not None else () for result in results_of(node))
+
+
+def _apply_rule(
+    node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
+) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
+    """The node's signature, the axes behind its letters and its results' dimensions; or why there is none."""
+    rule = rule_for(node)
+    if rule is None:
+        return f"no rule for {node.target}"
+    call = Call(node, table, shapes)
+    signature = rule(call)
+    if signature is None:
+        return f"the rule for {node.target} does not cover these arguments"
+    bound = dict(signature.atoms)
+    for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
+        for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
+            if len(letter_dim) != 1 or letter_dim[0] in signature.atoms:
+                continue
+            known = bound.setdefault(letter_dim[0], dim)
+            if known is not dim and not table.unify(known, dim):
+                return f"two dimensions of {node.target} are split into rows in ways that do not fit together"
+    made = []
+    for own, letter_shape in zip(_result_shapes(node), signature.results, strict=False):
+        for size, letter_dim in zip(own, letter_shape, strict=True):
+            if len(letter_dim) == 1 and letter_dim[0] not in bound:
+                bound[letter_dim[0]] = table.fresh(size)
+        made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+    return signature, bound, tuple(made)
+
+
+def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Values that follow from integers, flags, vectors and constants alone: positions, masks, rotary tables, labels.
+
+    They are the same whatever the parameters are, and cheap to make whole where they have one sequence axis.
+    """
+    static = {node for node in joint.primals if not is_tensor(node) or _is_static_input(node)}
+    for node in joint.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        if all(source in static for source in node.all_input_nodes):
+            static.add(node)
+    return frozenset(static)
+
+
+def _is_static_input(node: fx.Node) -> bool:
+    value: torch.Tensor = node.meta["val"]
+    return not (value.is_floating_point() or value.is_complex()) or value.dim() <= 1
+
+
+def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
+    main = _attention_axis(axes)
+    if main is None:
+        main = _widest_axis(joint, axes)
+    if main is None:
+        return None
+    return SequenceAxis(main, axes.table.size(main), _members(main, axes))
+
+
+def _attention_axis(axes: AxisFacts) -> Atom | None:
+    """The axis that stands on both sides of products of rows and keys."""
+    votes: Counter[Atom] = Counter()
+    for node, made in axes.results.items():
+        signature = axes.signatures.get(node)
+        if signature is not None and signature.keys:
+            atoms = [axes.table.resolve(dim) for dim in axes.letters[node].values()]
+            votes.update(atom for dim in atoms for atom in dim if sum(atom in other for other in atoms) > 1)
+        for shape in made:
+            atoms_of_value = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
+            votes.update(atom for atom, times in atoms_of_value.items() if times == 2)
+    ranked = sorted(votes, key=lambda atom: (-votes[atom], atom))
+    return ranked[0] if ranked else None
+
+
+def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+    """The axis along which the most bytes could be made in parts: no parameter has it, no operator needs it whole."""
+    gain: dict[Atom, int] = defaultdict(int)
+    barred: set[Atom] = set()
+    for node, signature in axes.signatures.items():
+        for letter in signature.whole:
+            barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
+        if node not in axes.static:
+            for shape in axes.results[node]:
+                numel = _hint(product(axes.table.size_of_dim(dim) for dim in shape))
+                for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
+                    gain[atom] += numel
+    for node in joint.primals:
+        if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
+            barred.update(atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim))
+    ranked = sorted((a for a in gain if a not in barred), key=lambda a: (-gain[a], -_hint(axes.table.size(a)), -a))
+    return ranked[0] if ranked else None
+
+
+def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
+    """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
+    return bool(node.meta.get("streamfx_static_address", False))
+
+
+def _hint(size: Size) -> int:
+    """A number for ranking only."""
+    if isinstance(size, int):
+        return size
+    return int(size.subs({symbol: 1024 for symbol in size.free_symbols}))
+
+
+def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:
+    """Axes cut out of the sequence or padded around it, with their offsets.
+
+    A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
+    is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
+    """
+    members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
+    links = _shift_links(axes)
+    grown = True
+    while grown:
+        grown = False
+        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
+        for source, target, start, is_static in links:
+            if source in members and target not in members:
+                candidates[target].append((not is_static, members[source][0] + start))
+        for atom, offers in candidates.items():
+            preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
+            members[atom] = (max(preferred, key=_hint), axes.table.size(atom))
+            grown = True
+    return members
+
+
+def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
+    links = []
+    for node, signature in axes.signatures.items():
+        for letter, (source_letter, start) in signature.shifts.items():
+            source = axes.table.resolve(axes.letters[node][source_letter])
+            target = axes.table.resolve(axes.letters[node][letter])
+            if len(source) == len(target) == 1:
+                links.append((source[0], target[0], start, node in axes.static))
+    return links

@@ -1,0 +1,393 @@
+"""What does a loop's body compute for one chunk?
+
+Each operator of the loop is copied, with its operands replaced by the rows it needs and its shape arguments by the sizes
+that the chunk has, axis by axis. Operators whose meaning depends on where the rows stand (`tril`, shifted slices, means
+over the sequence, random draws, fused attention) have an emitter of their own in `EMITTERS`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Form, Role, Span
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, tensor_operands
+from streamfx.ir.needs import Layout, Need
+from streamfx.ir.program import (
+    Buffer,
+    BufferPart,
+    ChunkKey,
+    Feed,
+    Kept,
+    LoopSpec,
+    Number,
+    Part,
+    Placement,
+    Same,
+    Selector,
+    Shifted,
+    Stacked,
+    Summed,
+    Yield,
+)
+from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.passes.linear import is_random
+from streamfx.passes.regions import LoopContent, is_loop_value, is_met_in_same_loop, producer_of
+from streamfx.runtime import buffers as buffer_ops
+from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
+
+aten = torch.ops.aten
+Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
+EMITTERS: dict[Any, Emitter] = {}
+
+SHAPE_ARGUMENT = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.view_copy.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+    aten.rand.default: 0,
+    aten.randn.default: 0,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.new_empty.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+}
+COPIES_WHERE_NEEDED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
+    """Register how operators are written in a body."""
+
+    def register(function: Emitter) -> Emitter:
+        for target in operators:
+            EMITTERS[target] = function
+        return function
+
+    return register
+
+
+class BodyBuilder:
+    """Writes the body of one loop.
+
+    `outer` maps values that exist between loops to nodes of the outer graph; they are fed in parts.
+    """
+
+    def __init__(self, layout: Layout, outer: Callable[[fx.Node], fx.Node | None], order: dict[fx.Node, int], reverse: bool) -> None:
+        assert layout.axes.sequence is not None
+        self.layout, self.outer, self.order, self.reverse = layout, outer, order, reverse
+        self.length = layout.axes.sequence.length
+        self.graph = fx.Graph()
+        self.anchor: fx.Node | None = None
+        self.made: dict[Any, Any] = {}
+        self.placeholders: dict[Any, fx.Node] = {}
+        self.feeds: list[Feed] = []
+        self.sources: list[fx.Node | None] = []
+        self.buffers: list[Buffer] = []
+        self.prefixes: dict[fx.Node, int] = {}
+        self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
+        self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.symbols: set[Any] = set()
+        self.asked: Span | None = None  # the keys for which a mask is being made
+
+    # -- placeholders
+
+    def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
+        key = (feed, source)
+        if key not in self.placeholders:
+            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
+            with point:
+                made = self.graph.placeholder(name)
+            made.target = made.name  # the namespace has made it unique
+            self.anchor = made
+            self.placeholders[key] = self.anchor
+            self.feeds.append(feed)
+            self.sources.append(source)
+        return self.placeholders[key]
+
+    def number(self, size: Size) -> Any:
+        """A size as a literal, or as a number that is fed in for each chunk."""
+        if isinstance(size, int):
+            return size
+        self.symbols |= free_symbols([size])
+        return self.feed("n", Number(size), None)
+
+    def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
+        """Rows of a value that exists between loops."""
+        taken = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
+        self._note_symbols(taken)
+        suffix = "" if not taken else "_keys" if any(isinstance(s, Span) for _, s in taken) else "_rows"
+        return self.feed(f"{value.name}{suffix}", Part(taken) if taken else Same(), source)
+
+    def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
+        self._note_symbols([(placement, selector)])
+        return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
+
+    def _note_symbols(self, where: Sequence[tuple[Placement, Selector]]) -> None:
+        for placement, selector in where:
+            sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
+            if isinstance(selector, Shifted):
+                sizes += [selector.rows.offset, selector.rows.length, selector.by]
+            self.symbols |= free_symbols(sizes)
+
+    # -- sizes
+
+    def letter_size(self, node: fx.Node, letter: int) -> Size:
+        """How much of an axis the chunk's instance of an operator has."""
+        axes, role = self.layout.axes, self.layout.demand.roles.get(node, {}).get(letter)
+        dim = axes.table.resolve(axes.letters[node][letter])
+        atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
+        if atom is None:
+            return axes.table.size_of_dim(dim)
+        rows = self.layout.rows(dim)
+        if role is Role.ROWS:
+            count = rows_in_chunk(rows, self.length)
+        else:
+            count = rows_in_span(rows, self.layout.span(node, self.asked))
+        return product(count if a == atom else axes.table.size(a) for a in dim)
+
+    def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
+        """The shape that a result has for one chunk, as body arguments."""
+        shape = self.layout.axes.signatures[node].results[result]
+        return [self.number(product(self.letter_size(node, letter) for letter in dim)) for dim in shape]
+
+    # -- values
+
+    def value(self, node: fx.Node) -> Any:
+        """A value of this loop in its natural form."""
+        key = (node, self.asked) if is_tensor(node) and self.layout.is_made_to_measure(node) else node
+        if key not in self.made:
+            producer = producer_of(node)
+            if producer is not node:
+                made = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
+            else:
+                made = EMITTERS.get(node.target, emit_copy)(self, node)
+            self._name(node, made)
+            self.made[key] = made
+        return self.made[key]
+
+    def _name(self, node: fx.Node, made: Any) -> None:
+        if isinstance(made, fx.Node):
+            made.meta.update({k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")})
+            made.meta["joint"] = node.name
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        outside, span = self.asked, self.layout.span(node, self.asked)
+        self.asked = span
+        operands = [self.operand(need) for need in self.layout.needs(node, span)]
+        self.asked = outside
+        return operands
+
+    def operand(self, need: Need) -> fx.Node:
+        """The rows of an operand that are asked for: from outside, from this loop, or from one of its buffers."""
+        source = self.outer(need.operand)
+        if source is not None:
+            return self.part(need.operand, source, need.where)
+        form = self.layout.demand.form(need.operand)
+        if form is Form.KEYSUM:
+            return self.completed(need)
+        if form is Form.PAIR or need.selector is None or self._is_own_rows(need):
+            return self.value(need.operand)
+        return self.prefix(need)
+
+    def _is_own_rows(self, need: Need) -> bool:
+        placement, _, selector = need.where[0]
+        return isinstance(selector, Shifted) and self.layout.is_shifted_apart(placement, selector) == 0
+
+    def prefix(self, need: Need) -> fx.Node:
+        """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
+        operand, placement, selector = need.operand, need.where[0][0], need.selector
+        key = (operand, selector)
+        if key not in self.prefix_reads:
+            value = self.value(operand)
+            first = operand not in self.prefixes
+            if first:
+                self.prefixes[operand] = self._new_buffer(operand, operand.meta["val"].dtype, zeroed=False)
+            index = self.prefixes[operand]
+            visible = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
+            own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+            shape = self._selected_shape(operand, placement, selector)
+            self.prefix_reads[key] = self.graph.call_function(buffer_ops.append, (visible, own, value, shape))
+        return self.prefix_reads[key]
+
+    def completed(self, need: Need) -> fx.Node:
+        """The chunk's own rows of a sum over the chunks whose queries see them."""
+        operand, placement = need.operand, need.where[0][0]
+        index, _ = self.deposit(operand)
+        own = self.buffer_part(f"{operand.name}_own", index, placement, None)
+        shape = self._selected_shape(operand, placement, None)
+        key = (operand, "completed")
+        if key not in self.made:
+            marker = self.deposits[operand][1]
+            self.made[key] = self.graph.call_function(
+                buffer_ops.complete, (own, marker, shape, operand.meta["val"].dtype)
+            )
+        return self.made[key]
+
+    def deposit(self, operand: fx.Node) -> tuple[int, fx.Node]:
+        """Add this chunk's part of a sum over keys to its buffer, once."""
+        if operand not in self.deposits:
+            part = self.value(operand)
+            (placement,) = self.layout.placements(operand)
+            dtype = operand.meta["val"].dtype
+            index = self._new_buffer(operand, accumulation_type(dtype), zeroed=True)
+            span = self.layout.span(producer_of(operand))
+            visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
+            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, (visible, part))
+        return self.deposits[operand]
+
+    def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        (placement,) = self.layout.placements(value)
+        shape = self.layout.full_shape(value)
+        self.symbols |= free_symbols(shape)
+        self.buffers.append(Buffer(value.name, shape, dtype, placement, zeroed))
+        return len(self.buffers) - 1
+
+    def _selected_shape(self, value: fx.Node, placement: Placement, selector: Selector) -> list[Any]:
+        """The shape of a value with a single sequence dimension when only some rows are taken."""
+        shape: list[Any] = list(self.layout.full_shape(value))
+        rows, length = placement.rows, self.length
+        if selector is None:
+            count = rows_in_chunk(rows, length)
+        elif isinstance(selector, Span):
+            count = rows_in_span(rows, selector)
+        else:
+            count = rows_shifted(selector.rows, selector.by, rows.length, length)
+        shape[placement.dim] = product((placement.outer, count, placement.inner))
+        return [self.number(size) for size in shape]
+
+    # -- arguments
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments with operands and sizes replaced, for a copy of it."""
+        operands = iter(self.operands(node))
+
+        def replaced(argument: fx.Node) -> Any:
+            if is_tensor(argument):
+                return next(operands)
+            return self.number(size_of(argument.meta["val"])) if is_size(argument) else argument
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
+        position = SHAPE_ARGUMENT.get(node.target)
+        if position is not None:
+            args = (*args[:position], self.result_shape(node), *args[position + 1 :])
+        return args, dict(kwargs)
+
+    # -- finishing
+
+    def finish(
+        self, name: str, content: LoopContent, chunk_size: int, device: torch.device
+    ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
+        """The loop, the outer nodes that it takes, and the values that it leaves."""
+        by_order = self.order.__getitem__
+        leaves = sorted(content.stacked | content.summed, key=by_order)
+        for node in sorted(content.stacked | content.summed | content.key_sums, key=by_order):
+            self._compute_in_order(node)
+        kept = sorted(content.key_sums, key=by_order)
+        outputs = [self.value(node) for node in leaves]
+        yields: list[Yield] = [self._yield(node) for node in leaves]
+        for node in kept:
+            yields.append(Kept(self.deposit(node)[0], node.meta["val"].dtype))
+        self.graph.output(tuple(outputs))
+        body = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.symbols |= free_symbols([self.length])
+        self.symbols -= {symbol for symbol in self.symbols if symbol.name in ("start", "stop")}
+        sources: list[fx.Node] = []
+        index: dict[fx.Node, int] = {}
+        for source in self.sources:
+            if source is not None and source not in index:
+                index[source] = len(sources)
+                sources.append(source)
+        spec = LoopSpec(
+            name=name,
+            body=body,
+            feeds=tuple(self.feeds),
+            sources=tuple(None if source is None else index[source] for source in self.sources),
+            buffers=tuple(self.buffers),
+            yields=tuple(yields),
+            symbols=tuple(sorted(self.symbols, key=str)),
+            length=self.length,
+            reverse=self.reverse,
+            chunk_size=chunk_size,
+            device=device,
+            labels=tuple(node.name for node in (*leaves, *kept)),
+        )
+        return spec, sources, [*leaves, *kept]
+
+    def _compute_in_order(self, root: fx.Node) -> None:
+        """Write all that `root` needs in program order (no recursion: bodies may be thousands of operators deep)."""
+        found: set[fx.Node] = set()
+        todo = [root]
+        while todo:
+            node = todo.pop()
+            if node in found or node in self.made or self.outer(node) is not None:
+                continue
+            found.add(node)
+            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+                todo.extend(need.operand for need in self.layout.needs(producer_of(node)))
+        for node in sorted(found, key=self.order.__getitem__):
+            if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
+                self.value(node)
+
+    def _yield(self, node: fx.Node) -> Yield:
+        dtype = node.meta["val"].dtype
+        if self.layout.demand.form(node) is Form.SUM:
+            count = mean_count(producer_of(node), self.layout)
+            self.symbols |= free_symbols([count])
+            return Summed(dtype, accumulation_type(dtype), count)
+        placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
+        shape = self.layout.full_shape(node)
+        self.symbols |= free_symbols(shape)
+        self._note_symbols([(placement, None)])
+        return Stacked(shape, dtype, placement)
+
+    def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
+        producer = producer_of(node)
+        result = node.args[1] if producer is not node else 0
+        roles = self.layout.demand.roles[producer]
+        dim = self.layout.axes.signatures[producer].results[result][placement.dim]  # type: ignore[index]
+        return any(roles.get(letter) is Role.ROWS for letter in dim)
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    """Sums over chunks are kept in float32 where the values have less precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def mean_count(node: fx.Node, layout: Layout) -> Size:
+    """What a sum over the sequence is divided by in the end: the number of elements a mean was taken over."""
+    signature = layout.axes.signatures[node]
+    if signature.combine != "mean":
+        return 1
+    table = layout.axes.table
+    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
+
+
+def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The operator itself, on the chunk's rows."""
+    args, kwargs = builder.arguments(node)
+    target: Any = COPIES_WHERE_NEEDED.get(node.target, node.target)
+    return builder.graph.call_function(target, args, kwargs)
+
+
+__all__ = [
+    "EMITTERS",
+    "BodyBuilder",
+    "ChunkKey",
+    "accumulation_type",
+    "bound_arguments",
+    "emits",
+    "is_met_in_same_loop",
+    "is_random",
+    "tensor_operands",
+]

@@ -1,0 +1,32 @@
+"""Writing new operators into a joint graph, with the fake values that later passes read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class GraphWriter:
+    """Adds operators before a given node; each gets its `meta["val"]` by running it on its operands' fake values."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._point: fx.Node | None = None
+
+    def before(self, node: fx.Node) -> GraphWriter:
+        self._point = node
+        return self
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        assert self._point is not None
+        with self.graph.inserting_before(self._point):
+            made = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with torch.no_grad():
+            made.meta["val"] = target(*fake_args, **fake_kwargs)
+        for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
+            if key in self._point.meta:
+                made.meta[key] = self._point.meta[key]
+        return made

@@ -1,0 +1,184 @@
+"""What is this, in the fewest operators?
+
+Aliases and views of the same shape disappear, equal operators become one, fillers lose their operand, and a mean over labelled
+tokens becomes a sum divided by a count, so that it can be taken chunk by chunk.
+
+    detach(x) -> x                     new_zeros(x, shape) -> full(shape, 0)
+    t(t(w)) -> w                       nll_loss(mean) -> nll_loss(sum) / count
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, shape_of_node
+from streamfx.passes.building import GraphWriter
+from streamfx.passes.linear import is_random
+from streamfx.passes.rules.loss import MEAN, SUM
+
+aten = torch.ops.aten
+Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
+
+
+@dataclass(frozen=True)
+class Canonicalize:
+    name: ClassVar[str] = "canonicalize"
+
+    def apply(self, facts: Facts) -> Facts:
+        joint = facts.joint
+        canonicalize(joint.graph)
+        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
+
+
+def canonicalize(graph: fx.Graph) -> None:
+    """Simplify a graph in place; its inputs and outputs stay what they are."""
+    writer = GraphWriter(graph)
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        simplifier = SIMPLIFIERS.get(node.target)
+        replacement = simplifier(node, writer.before(node)) if simplifier is not None else None
+        if replacement is None and not is_random(node):
+            replacement = known.setdefault(_key(node), node)
+        if replacement is not None and replacement is not node:
+            _replace(node, replacement)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _replace(node: fx.Node, replacement: fx.Node) -> None:
+    """Results keep their own node: the caller may count on two results being two tensors."""
+    if is_tensor(node):
+        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
+    else:
+        node.replace_all_uses_with(replacement, propagate_meta=False)
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for operators that compute the same; unique where that cannot be told."""
+
+    def frozen(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return tuple(frozen(part) for part in item)
+        if isinstance(item, dict):
+            return tuple(sorted((key, frozen(value)) for key, value in item.items()))
+        return (type(item), item)  # 1 and 1.0 and True are different arguments
+
+    key = (node.target, frozen(node.args), frozen(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return id(node)
+    return key
+
+
+# -- simplifiers: a node and a writer in, an equal node out (None: leave it)
+
+
+def _operand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    operand = node.args[0]
+    return operand if shape_of_node(operand) == shape_of_node(node) else None  # type: ignore[arg-type,return-value]
+
+
+def _full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    step = bound_arguments(node)["step"]
+    return _same_shape(node, writer) if step == 1 else None
+
+
+def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    inner = node.args[0]
+    if isinstance(inner, fx.Node) and inner.target is aten.t.default:
+        return inner.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _filler(value: Any) -> Simplifier:
+    def simplify(node: fx.Node, writer: GraphWriter) -> fx.Node:
+        arguments, own = bound_arguments(node), node.meta["val"]
+        fill = arguments["fill_value"] if value is None else value
+        fill = bool(fill) if own.dtype == torch.bool and not is_size(fill) else fill
+        return writer.call(aten.full.default, arguments["size"], fill, dtype=own.dtype, device=own.device)
+
+    return simplify
+
+
+def _mean_loss(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """(mean loss, total weight) to (summed loss / count, count)."""
+    arguments = bound_arguments(node)
+    if arguments["reduction"] != MEAN:
+        return None
+    scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
+    total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
+    count = _label_count(labels, weight, ignored, writer)
+    mean = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, total, count), dtype=_dtype(scores))
+    for user in list(node.users):
+        user.replace_all_uses_with(mean if user.args[1] == 0 else count, propagate_meta=False)
+    return None
+
+
+def _mean_loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    arguments = bound_arguments(node)
+    if arguments["reduction"] != MEAN:
+        return None
+    names = ("grad_output", "self", "target", "weight", "ignore_index")
+    gradient, scores, labels, weight, ignored = (arguments[name] for name in names)
+    count = _label_count(labels, weight, ignored, writer)
+    scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
+    unused = writer.call(aten._to_copy.default, count, dtype=_dtype(scores))
+    return writer.call(node.target, scaled, scores, labels, weight, SUM, ignored, unused)
+
+
+def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
+    """How many labels count, or the sum of their classes' weights."""
+    counted = writer.call(aten.ne.Scalar, labels, ignored)
+    if weight is None:
+        return writer.call(aten.sum.default, counted, dtype=torch.float64)
+    zero = writer.call(aten.full.default, [], 0, dtype=torch.int64, device=_device(labels))
+    safe = writer.call(aten.where.self, counted, labels, zero)
+    weights = writer.call(aten.index.Tensor, weight, [safe])
+    none = writer.call(aten.full.default, [], 0.0, dtype=_dtype(weight), device=_device(labels))
+    return writer.call(aten.sum.default, writer.call(aten.where.self, counted, weights, none), dtype=torch.float64)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _device(node: fx.Node) -> torch.device:
+    device: torch.device = node.meta["val"].device
+    return device
+
+
+SIMPLIFIERS: dict[Any, Simplifier] = {
+    aten.detach.default: _operand,
+    aten.alias.default: _operand,
+    aten.lift_fresh_copy.default: _operand,
+    aten.view.default: _same_shape,
+    aten._unsafe_view.default: _same_shape,
+    aten.reshape.default: _same_shape,
+    aten.expand.default: _same_shape,
+    aten.slice.Tensor: _full_slice,
+    aten.slice_backward.default: _full_slice,
+    aten.t.default: _double_transpose,
+    aten.new_zeros.default: _filler(0),
+    aten.new_ones.default: _filler(1),
+    aten.new_full.default: _filler(None),
+    aten.nll_loss_forward.default: _mean_loss,
+    aten.nll_loss_backward.default: _mean_loss_backward,
+    aten.nll_loss2d_forward.default: _mean_loss,
+    aten.nll_loss2d_backward.default: _mean_loss_backward,
+}

@@ -1,0 +1,142 @@
+"""Operators whose copy for a chunk is more than the operator on fewer rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Role
+from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
+from streamfx.ir.program import Shifted
+from streamfx.ir.sizes import product
+from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
+from streamfx.runtime import attention as kernels
+from streamfx.runtime.sizes import (
+    first_in_chunk,
+    first_in_span,
+    first_shifted,
+    rows_in_chunk,
+    rows_shifted,
+)
+
+aten = torch.ops.aten
+
+
+@emits(aten.mean.default, aten.mean.dim)
+def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A mean over the sequence is a sum, divided by the number of all rows: at once over keys, in the end over chunks."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    split = {roles[letter] for letter in signature.contracted() if letter in roles}
+    if not split & {Role.ROWS, Role.KEYS}:
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    (operand,) = builder.operands(node)
+    rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
+    dims = arguments.get("dim") or list(range(rank))
+    total = builder.graph.call_function(
+        aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": node.meta["val"].dtype}
+    )
+    if Role.ROWS in split:
+        return total
+    axes = builder.layout.axes
+    count = product(axes.table.size_of_dim(axes.letters[node][letter]) for letter in signature.contracted())
+    return builder.graph.call_function(aten.div.Scalar, (total, builder.number(count)))
+
+
+@emits(aten.tril.default, aten.triu.default)
+def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The diagonal moves with the first row and the first column of the part."""
+    (operand,) = builder.operands(node)
+    rank = len(shape_of_node(node))
+    diagonal: Any = bound_arguments(node)["diagonal"]
+    shift = _first(builder, node, rank - 2) - _first(builder, node, rank - 1)
+    moved = builder.number(diagonal + shift)
+    return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
+
+
+def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
+    """The first index that a part has along a dimension."""
+    axes, roles = builder.layout.axes, builder.layout.demand.roles.get(node, {})
+    for letter in axes.signatures[node].results[0][position]:
+        if roles.get(letter) is Role.ROWS:
+            return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
+        if roles.get(letter) is Role.KEYS:
+            return first_in_span(builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked))
+    return 0
+
+
+@emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
+def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
+    (need,) = builder.layout.needs(node)
+    if not need.where or not isinstance(need.selector, Shifted):
+        return emit_copy(builder, node)
+    placement, _, selector = need.where[0]
+    assert isinstance(selector, Shifted)
+    operand = builder.operand(need)
+    own, length = placement.rows, builder.length
+    low = first_shifted(selector.rows, selector.by, own.length, length)
+    count = rows_shifted(selector.rows, selector.by, own.length, length)
+    is_chunk = builder.outer(need.operand) is None and builder.layout.is_shifted_apart(placement, selector) == 0
+    if is_chunk:
+        start = low - first_in_chunk(own, length)
+        stop = builder.number(start + count)
+        operand = builder.graph.call_function(
+            aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop)
+        )
+    before = low - first_in_chunk(selector.rows, length) - selector.by
+    after = rows_in_chunk(selector.rows, length) - count - before
+    if node.target is aten.slice.Tensor:
+        return operand
+    rank = len(shape_of_node(node))
+    pad: list[Any] = [0, 0] * (rank - placement.dim)
+    pad[-2:] = [builder.number(before), builder.number(after)]
+    value = bound_arguments(node).get("value", 0) if node.target is aten.constant_pad_nd.default else 0
+    return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
+
+
+@emits(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The kernel on the chunk's queries and the keys they see."""
+    query, key, value, *mask = builder.operands(node)
+    arguments = bound_arguments(node)
+    return builder.graph.call_function(
+        kernels.forward, (query, key, value, *_visibility(builder, node, mask)), {"scale": arguments["scale"]}
+    )
+
+
+@emits(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, query, key, value, out, lse, *mask = builder.operands(node)
+    arguments = bound_arguments(node)
+    return builder.graph.call_function(
+        kernels.backward,
+        (gradient, query, key, value, out, lse, *_visibility(builder, node, mask)),
+        {"scale": arguments["scale"]},
+    )
+
+
+def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
+    """(mask, first, window): the mask's part, or, where a mask is exactly a span, how the chunk lies among its keys.
+
+    `first` is the position of the first query minus that of the first key; `window` the span's (low, high).
+    """
+    layout = builder.layout
+    span = layout.span(node)
+    is_causal = bound_arguments(node)["is_causal"]
+    if node in layout.causality.exact and (span.low is not None or span.high is not None):
+        return None, _distance(builder, node), (span.low, span.high)
+    if is_causal:  # a mask on top of the causal flag
+        return (mask[0] if mask else None), _distance(builder, node), (None, 0)
+    return (mask[0] if mask else None), None, None
+
+
+def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
+    from streamfx.passes.rules.attention import M, N
+
+    layout, letters = builder.layout, builder.layout.axes.letters[node]
+    rows, keys = layout.rows(letters[M]), layout.rows(letters[N])
+    first = first_in_chunk(rows, builder.length) + rows.offset
+    return builder.number(first - first_in_span(keys, layout.span(node)) - keys.offset)

@@ -1,0 +1,443 @@
+"""Facts about masks: index arithmetic, evaluated over intervals of delta instead of over positions."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AxisFacts, DemandFacts, Form, Role
+from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.pieces import (
+    ORDINARY,
+    UNKNOWN,
+    Const,
+    Fact,
+    Ordinary,
+    Pieces,
+    Slope,
+    absolute,
+    combined,
+    compare_slope,
+    everywhere,
+    joined,
+)
+from streamfx.ir.sizes import size_of
+from streamfx.passes.linear import CONTRACTIONS
+
+aten = torch.ops.aten
+
+SWAMPS = -1e30  # a bias at least this negative leaves exactly nothing of any score
+SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
+
+COMPARISONS = {
+    getattr(getattr(aten, name), overload): name
+    for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+}
+MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+MOVES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+}
+STAYS_ORDINARY = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.abs.default,
+    aten.tanh.default,
+    aten.sigmoid.default,
+    aten.exp.default,
+    aten.relu.default,
+    aten._to_copy.default,
+    aten.pow.Tensor_Scalar,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.native_dropout_backward.default,
+    aten.threshold_backward.default,
+}
+PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
+ZERO_TIMES_ANYTHING = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.native_dropout_backward.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+}
+
+
+def is_minus_infinity(fact: Fact, finite_too: bool) -> bool:
+    if not isinstance(fact, Const) or isinstance(fact.value, bool):
+        return False
+    return fact.value == float("-inf") or (finite_too and fact.value <= SWAMPS)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """factor * i + offset for index i along dimension `dim` (None: the same everywhere), equal along all others."""
+
+    factor: int
+    offset: int | float | bool
+    dim: int | None
+
+
+class Masks:
+    """Evaluates facts on demand, each node once."""
+
+    def __init__(self, joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> None:
+        self._axes = axes
+        self._demand = demand
+        self._pieces: dict[fx.Node, Pieces] = {}
+        self._affine: dict[fx.Node, Affine | None] = {}
+        self._computed = _computed_nodes(joint)
+        for node in joint.inputs:
+            toeplitz = node.meta.get("streamfx_pieces")
+            if toeplitz is not None:
+                self._pieces[node] = toeplitz
+        for node in joint.nodes:
+            if is_tensor(node):
+                self._affine[node] = self._affine_of(node)
+                if self._is_pair(node):
+                    self._pieces[node] = self._pieces_of(node)
+
+    def of(self, node: fx.Node) -> Pieces:
+        """Facts about a value with rows and keys."""
+        return self._pieces.get(node, everywhere(UNKNOWN))
+
+    def fused_bias(self, node: fx.Node) -> Pieces | None:
+        """What a fused attention adds to its scores, the causal flag included."""
+        arguments = bound_arguments(node)
+        mask = arguments.get("attn_mask")
+        bias = everywhere(Const(0.0)) if mask is None else self._operand(mask, node)
+        if arguments.get("is_causal"):
+            hidden = Pieces((1,), (Const(0.0), Const(float("-inf"))))
+            bias = combined(lambda a, b: everywhere(b if is_minus_infinity(b, False) else a), bias, hidden)
+        return bias
+
+    # -- values with rows and keys
+
+    def _is_pair(self, node: fx.Node) -> bool:
+        return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
+
+    def _pieces_of(self, node: fx.Node) -> Pieces:
+        target = node.target
+        if target is operator.getitem:
+            return self._of_result(node)
+        if target in MOVES:
+            source = node.args[0]
+            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)  # type: ignore[arg-type]
+        if target in PRODUCES_ORDINARY:
+            return everywhere(ORDINARY)
+        if target is aten.slice.Tensor:
+            return self._sliced(node)
+        if target in (aten.tril.default, aten.triu.default):
+            return self._triangle(node)
+        if target in (aten._softmax.default, aten._safe_softmax.default):
+            return self._softmax(node)
+        if target is aten._softmax_backward_data.default:
+            probabilities = self._operand(node.args[1], node)
+            return combined(lambda p: everywhere(p if _zero(p) else ORDINARY), probabilities)
+        if target in (aten.full.default, aten.ones.default, aten.zeros.default):
+            return everywhere(_constant(node))
+        if target is aten.index.Tensor:
+            return everywhere(UNKNOWN)
+        return self._elementwise(node)
+
+    def _of_result(self, node: fx.Node) -> Pieces:
+        producer, position = node.args
+        if producer.target is aten.native_dropout.default and position == 0:  # type: ignore[union-attr]
+            source = self._operand(producer.args[0], node)  # type: ignore[union-attr]
+            return combined(lambda fact: everywhere(fact if _zero(fact) else ORDINARY), source)
+        return everywhere(UNKNOWN)
+
+    def _dims(self, node: fx.Node) -> tuple[int, ...]:
+        return self._axes.sequence_dims(self._axes.shapes[node])
+
+    def _operand(self, operand: Any, user: fx.Node) -> Pieces:
+        """Facts about an argument: a number, a value with rows and keys, or one that is the same along both."""
+        if isinstance(operand, (bool, int, float)):
+            return everywhere(Const(operand))
+        if is_size(operand):
+            value = size_of(operand.meta["val"]) if not isinstance(operand.meta["val"], float) else operand.meta["val"]
+            return everywhere(Const(value)) if isinstance(value, (int, float)) else everywhere(UNKNOWN)
+        if not is_tensor(operand):
+            return everywhere(UNKNOWN)
+        if operand in self._pieces:
+            return self._pieces[operand]
+        affine = self._affine.get(operand)
+        if affine is not None and affine.dim is None:
+            return everywhere(Const(affine.offset))
+        return everywhere(ORDINARY if operand in self._computed else UNKNOWN)
+
+    def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
+        """The role of each sequence dimension of an operator's first result."""
+        roles = self._demand.roles.get(node, {})
+        letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
+        return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
+
+    def _sliced(self, node: fx.Node) -> Pieces:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and (source in self._pieces or self._is_pair(source)):
+            return self._square_slice(node, source)
+        return everywhere(UNKNOWN)
+
+    def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
+        """A slice that starts at the first row keeps delta; another start would shift it."""
+        signature = self._axes.signatures.get(node)
+        starts = [start for _, start in signature.shifts.values()] if signature is not None else [None]
+        return self.of(source) if all(start == 0 for start in starts) else everywhere(UNKNOWN)
+
+    def _triangle(self, node: fx.Node) -> Pieces:
+        source, diagonal = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        roles = self._roles_by_dim(node)
+        rank = len(shape_of_node(node))
+        last, before = roles.get(rank - 1), roles.get(rank - 2)
+        offsets = self._offsets(node)
+        if not isinstance(diagonal, int) or offsets is None or {last, before} != {Role.ROWS, Role.KEYS}:
+            return everywhere(UNKNOWN)
+        sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, up to the axes' own offsets
+        relation = "le" if node.target is aten.tril.default else "ge"
+        kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
+        zero = Const(False) if node.meta["val"].dtype == torch.bool else Const(0)
+        return combined(
+            lambda keep, fact: everywhere(fact if keep == Const(True) else zero), kept, self._operand(source, node)
+        )
+
+    def _offsets(self, node: fx.Node) -> int | None:
+        """Offset of the keys' axis minus offset of the rows' axis."""
+        roles = self._roles_by_dim(node)
+        offsets = {}
+        for dim, role in roles.items():
+            offsets[role] = self._offset(node, dim)
+        keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
+        return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
+
+    def _offset(self, node: fx.Node, dim: int) -> Any:
+        sequence = self._axes.sequence
+        atom = self._axes.sequence_atom(self._axes.shapes[node][dim])
+        if sequence is None or atom is None or len(self._axes.table.resolve(self._axes.shapes[node][dim])) != 1:
+            return None
+        return sequence.members[atom][0]
+
+    def _softmax(self, node: fx.Node) -> Pieces:
+        """Zero where the scores are minus infinity, or a huge negative number while each row sees at least itself."""
+        scores = self._operand(node.args[0], node)
+        diagonal = scores.at(0)
+        sees_itself = isinstance(diagonal, Ordinary) or (isinstance(diagonal, Const) and abs(diagonal.value) < 1e4)
+        return combined(
+            lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores
+        )
+
+    def _elementwise(self, node: fx.Node) -> Pieces:
+        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown."""
+        relative = self._relative(node)
+        if relative is not None:
+            return relative
+        arguments = [argument for argument in node.args if not isinstance(argument, (list, tuple))]
+        operands = [self._operand(argument, node) for argument in arguments]
+        return combined(lambda *facts: _evaluate(node, facts), *operands)
+
+    def _relative(self, node: fx.Node) -> Pieces | None:
+        """Comparison or difference of two index vectors, one along the rows and one along the keys."""
+        relation = COMPARISONS.get(node.target)
+        if relation is None and node.target is not aten.sub.Tensor:
+            return None
+        left, right = node.args[:2]
+        a, b = self._position(left, node), self._position(right, node)
+        if a is None or b is None or a[0] == b[0] or a[1] != b[1] or a[1] == 0:
+            return None
+        keys, rows = (a, b) if a[0] is Role.KEYS else (b, a)
+        slope = Slope(keys[1], keys[2] - rows[2])  # keys - rows
+        if a[0] is not Role.KEYS:
+            slope = Slope(-slope.factor, -slope.offset)
+        return everywhere(slope) if relation is None else compare_slope(relation, slope, 0)
+
+    def _position(self, operand: Any, user: fx.Node) -> tuple[Role, int, int] | None:
+        """(role, factor, offset): the operand is factor * position + offset along the rows or the keys of `user`."""
+        affine = self._affine.get(operand) if isinstance(operand, fx.Node) else None
+        if affine is None or affine.dim is None or not isinstance(affine.offset, int):
+            return None
+        dim = affine.dim + len(shape_of_node(user)) - len(shape_of_node(operand))
+        role, start = self._roles_by_dim(user).get(dim), self._offset(operand, affine.dim)
+        if role is None or not isinstance(start, int):
+            return None
+        return role, affine.factor, affine.offset - affine.factor * start
+
+    # -- index vectors
+
+    def _affine_of(self, node: fx.Node) -> Affine | None:
+        """The node as factor * index + offset along one dimension, where that is provable."""
+        if node not in self._axes.static:
+            return None
+        from streamfx.passes.positions import affine_of  # the table of index arithmetic
+
+        return affine_of(node, self._affine)
+
+
+def _computed_nodes(joint: JointGraph) -> set[fx.Node]:
+    """Values that a product or a look-up went into: activations, as opposed to masks made from inputs."""
+    computed: set[fx.Node] = set()
+    for node in joint.nodes:
+        if node.target in CONTRACTIONS or node.target is aten.embedding.default:
+            computed.add(node)
+        elif any(source in computed for source in node.all_input_nodes):
+            computed.add(node)
+    return computed
+
+
+def _zero(fact: Fact) -> bool:
+    return isinstance(fact, Const) and fact.is_zero()
+
+
+def _constant(node: fx.Node) -> Fact:
+    if node.target is aten.full.default:
+        value = node.args[1]
+        return Const(value) if isinstance(value, (bool, int, float)) else UNKNOWN
+    one = node.target is aten.ones.default
+    return Const(bool(one)) if node.meta["val"].dtype == torch.bool else Const(int(one))
+
+
+def _evaluate(node: fx.Node, facts: tuple[Fact, ...]) -> Pieces:
+    """One operator on one interval."""
+    target = node.target
+    special = _SPECIAL.get(target)
+    if special is not None:
+        outcome = special(*facts[: special.__code__.co_argcount])
+        if outcome is not None:
+            return outcome
+    relation = COMPARISONS.get(target)
+    if relation is not None and len(facts) == 2:
+        left, right = facts
+        if isinstance(left, Slope) and isinstance(right, Const):
+            return compare_slope(relation, left, right.value)
+        if isinstance(right, Slope) and isinstance(left, Const):
+            return compare_slope(MIRRORED[relation], right, left.value)
+    if any(isinstance(fact, Slope) for fact in facts):
+        return _slope_arithmetic(node, facts)
+    if all(isinstance(fact, Const) for fact in facts):
+        return everywhere(_fold(node, facts))
+    if target in ZERO_TIMES_ANYTHING and any(_zero(fact) for fact in facts):
+        return everywhere(Const(0.0))
+    if target in STAYS_ORDINARY:
+        return everywhere(_ordinary(target, facts, node.meta["val"].dtype, bool(node.kwargs)))
+    return everywhere(UNKNOWN)
+
+
+def _ordinary(target: Any, facts: tuple[Fact, ...], dtype: torch.dtype, scaled: bool) -> Fact:
+    """A computed number stays one, unless it meets minus infinity (which it becomes) or something unknown."""
+    swamps = SWAMPS_HALF if dtype == torch.float16 else SWAMPS
+    huge = [fact for fact in facts if isinstance(fact, Const) and fact.value <= swamps]
+    if huge:
+        is_sum = target in (aten.add.Tensor, aten.add.Scalar) and not scaled
+        return Const(float("-inf") if huge[0].value == float("-inf") else min(huge[0].value, SWAMPS)) if is_sum else UNKNOWN
+    divided_by_zero = target in (aten.div.Tensor, aten.div.Scalar) and _zero(facts[-1])
+    if all(isinstance(fact, (Ordinary, Const)) for fact in facts) and not divided_by_zero:
+        return ORDINARY
+    return UNKNOWN
+
+
+def _slope_arithmetic(node: fx.Node, facts: tuple[Fact, ...]) -> Pieces:
+    target, (first, *others) = node.target, facts
+    other = others[0] if others else None
+    if target in (aten.neg.default, aten.abs.default) and isinstance(first, Slope):
+        return everywhere(Slope(-first.factor, -first.offset)) if target is aten.neg.default else absolute(first)
+    if target is aten._to_copy.default or target is aten.clone.default:
+        return everywhere(first)
+    if target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(first, Slope):
+        if isinstance(other, Const) and isinstance(other.value, int) and not node.kwargs:
+            sign = 1 if target is aten.add.Tensor else -1
+            return everywhere(Slope(first.factor, first.offset + sign * other.value))
+    return everywhere(ORDINARY if target in STAYS_ORDINARY and node.meta["val"].is_floating_point() else UNKNOWN)
+
+
+def _fold(node: fx.Node, facts: tuple[Fact, ...]) -> Fact:
+    """Evaluate the operator on the constants themselves."""
+    values = iter(fact.value for fact in facts if isinstance(fact, Const))
+    operands = set(tensor_operands(node))
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return item
+        value = next(values)
+        return torch.tensor(value, dtype=item.meta["val"].dtype) if item in operands else value
+
+    try:
+        arguments = [argument(item) for item in node.args]
+        keywords = {name: value for name, value in node.kwargs.items() if name in ("dtype", "alpha", "rounding_mode")}
+        result = node.target(*arguments, **keywords)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, StopIteration):
+        return UNKNOWN
+    return Const(result.item()) if isinstance(result, torch.Tensor) and result.numel() == 1 else UNKNOWN
+
+
+def _and(left: Fact, right: Fact) -> Pieces | None:
+    if Const(False) in (left, right):
+        return everywhere(Const(False))
+    if left == Const(True) or right == Const(True):
+        return everywhere(right if left == Const(True) else left)
+    return None
+
+
+def _or(left: Fact, right: Fact) -> Pieces | None:
+    if Const(True) in (left, right):
+        return everywhere(Const(True))
+    if left == Const(False) or right == Const(False):
+        return everywhere(right if left == Const(False) else left)
+    return None
+
+
+def _where(condition: Fact, yes: Fact, no: Fact) -> Pieces | None:
+    if isinstance(condition, Const):
+        return everywhere(yes if condition.value else no)
+    return everywhere(_either(yes, no))
+
+
+def _either(one: Fact, other: Fact) -> Fact:
+    if one == other:
+        return one
+    plain = all(
+        isinstance(fact, Ordinary) or (isinstance(fact, Const) and abs(fact.value) < 1e4) for fact in (one, other)
+    )
+    return ORDINARY if plain else UNKNOWN
+
+
+def _masked_fill(value: Fact, mask: Fact, fill: Fact) -> Pieces | None:
+    return _where(mask, fill, value)
+
+
+_SPECIAL: dict[Any, Any] = {
+    aten.bitwise_and.Tensor: _and,
+    aten.logical_and.default: _and,
+    aten.bitwise_or.Tensor: _or,
+    aten.logical_or.default: _or,
+    aten.where.self: _where,
+    aten.where.ScalarSelf: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.Scalar: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+}

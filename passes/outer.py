@@ -1,0 +1,119 @@
+"""The graph around the loops: what runs once, in whole, and how values get from one half to the other."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.needs import Layout
+from streamfx.ir.sizes import Size, free_symbols, size_of
+from streamfx.passes.bodies import BodyBuilder
+from streamfx.passes.regions import Region, is_loop_value
+from streamfx.runtime.loop import Loop
+from streamfx.runtime.sizes import SizeOf
+
+aten = torch.ops.aten
+
+
+class OuterBuilder:
+    """Writes one half's outer graph.
+
+    `inputs` answers, for a value of the joint graph, where it comes from if this half does not compute it (a primal, a
+    tangent, a saved value), as a function that adds the placeholder.
+    """
+
+    def __init__(self, layout: Layout, order: dict[fx.Node, int]) -> None:
+        self.layout, self.order = layout, order
+        self.graph = fx.Graph()
+        self.module = torch.nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.symbols: dict[sympy.Symbol, Any] = {}
+        self.loops: list[Loop] = []
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.env
+
+    def value(self, node: fx.Node) -> fx.Node | None:
+        """The outer node of a value that exists between loops by now."""
+        return self.env.get(node)
+
+    def symbol(self, symbol: sympy.Symbol) -> Any:
+        """The number that a symbol of the dynamic shapes stands for."""
+        return self.symbols[symbol]
+
+    def number(self, size: Size) -> Any:
+        if isinstance(size, int):
+            return size
+        if isinstance(size, sympy.Symbol):
+            return self.symbol(size)
+        symbols = sorted(free_symbols([size]), key=str)
+        name = f"size_{len([child for child in self.module.children() if isinstance(child, SizeOf)])}"
+        self.module.add_module(name, SizeOf(size, tuple(symbols)))
+        return self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
+
+    # -- what runs whole
+
+    def emit(self, node: fx.Node) -> None:
+        """Copy an operator that runs once, in whole."""
+        if self.has(node):
+            return
+
+        def replaced(argument: fx.Node) -> Any:
+            if is_size(argument):
+                return self.number(size_of(argument.meta["val"]))
+            return self.operand(argument)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
+        target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
+        made = self.graph.call_function(target, args, dict(kwargs))
+        made.meta = dict(node.meta)
+        self.env[node] = made
+        for user in node.users:
+            if user.target is operator.getitem and user not in self.env and is_tensor(user):
+                self.emit(user)
+
+    def operand(self, node: fx.Node) -> fx.Node:
+        found = self.value(node)
+        if found is None:
+            self.emit(node)
+            found = self.env[node]
+        return found
+
+    # -- loops
+
+    def run(self, name: str, region: Region, chunk_size: int, device: torch.device) -> None:
+        """Write a region: what runs before, between and after its loops, and the loops."""
+        whole: dict[int, list[fx.Node]] = {}
+        for node in region.nodes:
+            if is_tensor(node) and not is_loop_value(node, self.layout):
+                whole.setdefault(region.level[node], []).append(node)
+        for number in range(len(region.loops) + 1):
+            for node in whole.get(number, ()):
+                self._emit_with_producer(node)
+            if number < len(region.loops):
+                label = name if len(region.loops) == 1 else f"{name}_{number}"
+                self._loop(label, region, number, chunk_size, device)
+
+    def _emit_with_producer(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and not self.has(node.args[0]):  # type: ignore[arg-type]
+            self.emit(node.args[0])  # type: ignore[arg-type]
+        self.emit(node)
+
+    def _loop(self, name: str, region: Region, number: int, chunk_size: int, device: torch.device) -> None:
+        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse)
+        spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size, device)
+        loop = Loop(spec)
+        self.module.add_module(name, loop)
+        self.loops.append(loop)
+        symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
+        call = self.graph.call_module(name, (*symbols, *sources))
+        for position, node in enumerate(leaves):
+            made = self.graph.call_function(operator.getitem, (call, position))
+            made.meta = {"val": node.meta["val"], "joint": node.name}
+            self.env[node] = made
+

@@ -1,0 +1,292 @@
+"""Index arithmetic: which integer vectors are factor * index + offset?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.sizes import Size, size_of
+
+if TYPE_CHECKING:
+    from streamfx.passes.masks import Affine
+
+aten = torch.ops.aten
+Known: TypeAlias = "Mapping[fx.Node, Affine | None]"
+
+
+def affine_of(node: fx.Node, known: Known) -> Affine | None:
+    """The node's value as an affine function of its index along one dimension, or None."""
+    rule = _RULES.get(node.target)
+    if rule is None:
+        return _uniform(node, known)
+    return rule(node, known)
+
+
+def _affine(factor: int, offset: Any, dim: int | None) -> Affine:
+    from streamfx.passes.masks import Affine
+
+    return Affine(factor, offset, dim if factor else None)
+
+
+def _number(value: Any) -> int | float | bool | None:
+    if is_size(value):
+        value = value.meta["val"]
+        value = value if isinstance(value, float) else size_of(value)
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def _operand(value: Any, known: Known) -> Affine | None:
+    if is_tensor(value):
+        return known.get(value)
+    number = _number(value)
+    return None if number is None else _affine(0, number, None)
+
+
+def _arange(node: fx.Node, known: Known) -> Affine | None:
+    arguments = bound_arguments(node)
+    start, step = _number(arguments.get("start", 0)), _number(arguments.get("step", 1))
+    integral = not node.meta["val"].is_floating_point()
+    if isinstance(start, int) and isinstance(step, int) and integral:
+        return _affine(step, start, 0)
+    return None
+
+
+def _filled(value: Any) -> Callable[[fx.Node, Known], Affine | None]:
+    def rule(node: fx.Node, known: Known) -> Affine | None:
+        number = _number(bound_arguments(node)["fill_value"]) if value is None else value
+        if number is None:
+            return None
+        return _affine(0, bool(number) if node.meta["val"].dtype == torch.bool else number, None)
+
+    return rule
+
+
+def _scalar_tensor(node: fx.Node, known: Known) -> Affine | None:
+    number = _number(node.args[0])
+    return None if number is None else _affine(0, number, None)
+
+
+def _sum(node: fx.Node, known: Known) -> Affine | None:
+    arguments = bound_arguments(node)
+    left, right = _operand(node.args[0], known), _operand(node.args[1], known)
+    sign = 1 if node.target in (aten.add.Tensor, aten.add.Scalar) else -1
+    if left is None or right is None or arguments.get("alpha", 1) != 1:
+        return None
+    a, b = _result_dim(node, 0, left), _result_dim(node, 1, right)
+    if left.dim is not None and right.dim is not None and a != b:
+        return None
+    return _affine(left.factor + sign * right.factor, left.offset + sign * right.offset, a if left.dim is not None else b)
+
+
+def _product(node: fx.Node, known: Known) -> Affine | None:
+    left, right = _operand(node.args[0], known), _operand(node.args[1], known)
+    if left is None or right is None or node.meta["val"].is_floating_point():
+        return None
+    if left.dim is not None and right.dim is not None:
+        return None
+    varying, fixed, position = (left, right, 0) if left.dim is not None else (right, left, 1)
+    if not isinstance(fixed.offset, int) or not isinstance(varying.offset, int):
+        return None
+    return _affine(varying.factor * fixed.offset, varying.offset * fixed.offset, _result_dim(node, position, varying))
+
+
+def _result_dim(node: fx.Node, position: int, operand: Affine) -> int | None:
+    """The dimension of the result that a broadcast operand varies along."""
+    if operand.dim is None:
+        return None
+    source = node.args[position]
+    return operand.dim + len(shape_of_node(node)) - len(shape_of_node(source))  # type: ignore[arg-type]
+
+
+def _same(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or (source.dim is not None and node.meta["val"].dtype not in (torch.int64, torch.int32, torch.bool)):
+        return None
+    if node.meta["val"].dtype == torch.bool:
+        return None if source.dim is not None else _affine(0, bool(source.offset), None)
+    return source
+
+
+def _unsqueeze(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or source.dim is None:
+        return source
+    inserted = node.args[1] % len(shape_of_node(node))  # type: ignore[operator]
+    return replace(source, dim=source.dim + (inserted <= source.dim))
+
+
+def _expand(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or source.dim is None:
+        return source
+    return replace(source, dim=_result_dim(node, 0, source))
+
+
+def _view(node: fx.Node, known: Known) -> Affine | None:
+    """Only views that add or drop dimensions of size one keep the index of the varying dimension."""
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or source.dim is None:
+        return source
+    before, after = shape_of_node(node.args[0]), shape_of_node(node)  # type: ignore[arg-type]
+    wide = [i for i, size in enumerate(before) if size != 1]
+    kept = [i for i, size in enumerate(after) if size != 1]
+    if [before[i] for i in wide] != [after[i] for i in kept] or source.dim not in wide:
+        return None
+    return replace(source, dim=kept[wide.index(source.dim)])
+
+
+def _permute(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or source.dim is None:
+        return source
+    rank = len(shape_of_node(node))
+    if node.target is aten.permute.default:
+        order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
+    else:
+        order = list(range(rank))
+        a, b = (0, rank - 1) if node.target is aten.t.default else (node.args[1] % rank, node.args[2] % rank)  # type: ignore[operator]
+        order[a], order[b] = order[b], order[a]
+    return replace(source, dim=order.index(source.dim))
+
+
+def _slice(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    arguments = bound_arguments(node)
+    rank = len(shape_of_node(node))
+    if source is None or source.dim is None or source.dim != arguments["dim"] % rank:
+        return source
+    start, step = arguments["start"] or 0, arguments["step"]
+    length = shape_of_node(node.args[0])[source.dim]  # type: ignore[arg-type]
+    start = _number(start)
+    if isinstance(start, int) and start < 0:
+        start = start + length if isinstance(length, int) else None
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    return replace(source, factor=source.factor * step, offset=source.offset + source.factor * start)
+
+
+def _select(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    dim, position = node.args[1] % (len(shape_of_node(node)) + 1), _number(node.args[2])  # type: ignore[operator]
+    if source is None or source.dim is None:
+        return source
+    if source.dim != dim:
+        return replace(source, dim=source.dim - (dim < source.dim))
+    length = shape_of_node(node.args[0])[dim]  # type: ignore[arg-type]
+    if isinstance(position, int) and position < 0:
+        position = position + length if isinstance(length, int) else None
+    return _affine(0, source.offset + source.factor * position, None) if isinstance(position, int) else None
+
+
+def _cat(node: fx.Node, known: Known) -> Affine | None:
+    """Pieces that continue one another are one affine vector: a first value before the rest of an `arange`."""
+    pieces = node.args[0]
+    dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
+    facts = [known.get(piece) for piece in pieces]  # type: ignore[union-attr]
+    if any(fact is None for fact in facts):
+        return None
+    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in pieces]  # type: ignore[union-attr]
+    factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}  # type: ignore[union-attr]
+    if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):  # type: ignore[union-attr]
+        return None
+    factor = factors.pop() if factors else 0
+    offset, position = facts[0].offset, 0  # type: ignore[union-attr]
+    for fact, length in zip(facts, lengths, strict=True):
+        if fact.offset != offset + factor * position:  # type: ignore[union-attr]
+            return None
+        if not isinstance(length, int):
+            if fact is not facts[-1]:
+                return None
+            break
+        position += length
+    return _affine(factor, offset, dim)
+
+
+def _cumsum(node: fx.Node, known: Known) -> Affine | None:
+    """The running sum of a constant c is c * (i + 1)."""
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or source.dim is not None:
+        return None
+    dim = node.args[1] % len(shape_of_node(node))  # type: ignore[operator]
+    return _affine(int(source.offset), int(source.offset), dim)
+
+
+def _index(node: fx.Node, known: Known) -> Affine | None:
+    """Looking up an affine vector by affine positions."""
+    source, indices = known.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    if source is None:
+        return None
+    if source.dim is None:
+        return source
+    looked = [i for i, item in enumerate(indices) if item is not None]  # type: ignore[arg-type]
+    if len(looked) != len(shape_of_node(node.args[0])) or source.dim not in looked:  # type: ignore[arg-type]
+        return None
+    tensor = indices[source.dim]  # type: ignore[index]
+    at = known.get(tensor)
+    if at is None or at.factor < 0 or at.offset < 0:  # negative positions count from the end
+        return None
+    dim = None if at.dim is None else at.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
+    return _affine(source.factor * at.factor, source.offset + source.factor * at.offset, dim)
+
+
+def _uniform(node: fx.Node, known: Known) -> Affine | None:
+    """Any pointwise operator on values that are the same everywhere, evaluated on those values."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    operands = tensor_operands(node)
+    if not pointwise or not operands or any((fact := known.get(o)) is None or fact.dim is not None for o in operands):
+        return None
+
+    def number(item: Any) -> Any:
+        if is_tensor(item):
+            return torch.tensor(known[item].offset, dtype=item.meta["val"].dtype)  # type: ignore[union-attr]
+        return _number(item) if isinstance(item, fx.Node) else item
+
+    try:
+        arguments = [number(item) for item in node.args]
+        result = node.target(*arguments)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    return _affine(0, result.item(), None)
+
+
+_RULES: dict[Any, Callable[[fx.Node, Known], Affine | None]] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.full.default: _filled(None),
+    aten.zeros.default: _filled(0),
+    aten.ones.default: _filled(1),
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.add.Tensor: _sum,
+    aten.add.Scalar: _sum,
+    aten.sub.Tensor: _sum,
+    aten.sub.Scalar: _sum,
+    aten.mul.Tensor: _product,
+    aten.mul.Scalar: _product,
+    aten._to_copy.default: _same,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.expand.default: _expand,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
+    aten.squeeze.default: _view,
+    aten.permute.default: _permute,
+    aten.transpose.int: _permute,
+    aten.t.default: _permute,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cat.default: _cat,
+    aten.cumsum.default: _cumsum,
+    aten.index.Tensor: _index,
+}

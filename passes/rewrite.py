@@ -1,0 +1,195 @@
+"""What runs instead of the joint graph?
+
+Two outer graphs, forward and backward, whose nodes are loops. The forward half runs stage by stage from left to right and
+keeps the values at the cuts; the backward half runs the stages in reverse, each from the last chunk to the first, and
+computes again inside of each chunk whatever it needs between the cuts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
+from streamfx.ir.needs import Layout
+from streamfx.ir.program import Program
+from streamfx.ir.sizes import size_of
+from streamfx.ir.stage import Stage
+from streamfx.passes.linear import is_expensive, is_random
+from streamfx.passes.outer import OuterBuilder
+from streamfx.passes.regions import is_loop_value, place, producer_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    name: ClassVar[str] = "rewrite"
+
+    def apply(self, facts: Facts) -> Facts:
+        return replace(facts, program=_Rewriter(facts).program())
+
+
+class _Rewriter:
+    def __init__(self, facts: Facts) -> None:
+        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
+        self.facts, self.joint = facts, facts.joint
+        self.layout = Layout(facts.axes, facts.demand, facts.causality)
+        self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
+        self.stages: tuple[Stage, ...] = facts.stages.stages
+        self.device = _device(facts.joint)
+
+    def program(self) -> Program:
+        forward = OuterBuilder(self.layout, self.order)
+        self._add_inputs(forward)
+        for stage in self.stages:
+            region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
+            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
+        results = [self._output(forward, output) for output in self.joint.outputs]
+        if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
+            forward.graph.output(tuple(results))
+            return Program(fx.GraphModule(forward.module, forward.graph), None, (), tuple(forward.loops))
+        backward = _BackwardBuilder(self, forward)
+        for stage in reversed(self.stages):
+            wanted = [node for node in stage.gradients if is_tensor(node)]
+            if stage.gradient_in_forward:
+                continue
+            region = place(wanted, backward.has, self.layout, self.order, reverse=True)
+            backward.run(f"{_identifier(stage.name)}_backward", region, self.chunk_size(stage), self.device)
+        gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
+        saved, numbers = backward.finish(gradients)
+        forward.graph.output((*results, *saved, *numbers))
+        return Program(
+            fx.GraphModule(forward.module, forward.graph),
+            fx.GraphModule(backward.module, backward.graph),
+            tuple(saved),
+            (*forward.loops, *backward.loops),
+        )
+
+    def chunk_size(self, stage: Stage) -> int:
+        return self.facts.plan.chunk_sizes[self.stages.index(stage)]
+
+    def _add_inputs(self, outer: OuterBuilder) -> None:
+        for node in self.joint.primals:
+            made = outer.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            outer.env[node] = made
+        outer.symbols.update(symbols_of(self.joint, outer))
+
+    def _wanted(self, stage: Stage) -> list[fx.Node]:
+        """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
+        inside = set(stage.forward)
+        wanted = [node for node in stage.outputs]
+        outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
+        for node in stage.forward:
+            if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):  # type: ignore[union-attr]
+                continue
+            form = self.layout.demand.form(node)
+            leaves = node in outputs or any(user not in inside for user in node.users)
+            if leaves and form is not Form.ROWS and form not in (Form.PAIR, Form.KEYSUM):
+                wanted.append(node)
+        if stage.gradient_in_forward:
+            wanted += [node for node in stage.gradients if is_tensor(node)]
+        return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
+
+    def _output(self, outer: OuterBuilder, output: Any) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        return outer.number(size_of(output.meta["val"])) if is_size(output) else outer.operand(output)
+
+
+class _BackwardBuilder(OuterBuilder):
+    """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
+
+    def __init__(self, rewriter: _Rewriter, forward: OuterBuilder) -> None:
+        super().__init__(rewriter.layout, rewriter.order)
+        self.joint, self.forward = rewriter.joint, forward
+        self.saved: dict[fx.Node, fx.Node] = {}
+        self.numbers: dict[sympy.Symbol, fx.Node] = {}
+        self.tangents: list[fx.Node] = []
+        for node in self.joint.tangents:
+            made = self.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            self.env[node] = made
+            self.tangents.append(made)
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.env or self._is_saved(node)
+
+    def _is_saved(self, node: fx.Node) -> bool:
+        return is_tensor(node) and self.forward.has(node) and not self._is_made_again(node)
+
+    def value(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.env and self._is_saved(node):
+            made = self._placeholder(node.name, dict(node.meta))
+            self.env[node] = self.saved[node] = made
+        return self.env.get(node)
+
+    def symbol(self, symbol: sympy.Symbol) -> Any:
+        if symbol not in self.numbers:
+            value = self.forward.symbols[symbol]
+            self.numbers[symbol] = self._placeholder(symbol.name, {"val": value.meta["val"]})
+        return self.numbers[symbol]
+
+    def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
+            made = self.graph.placeholder(name)
+        made.target, made.meta = made.name, meta
+        return made
+
+    def _is_made_again(self, node: fx.Node) -> bool:
+        """Views and casts of parameters: cheaper to repeat than to hold until the backward half."""
+        if node.op == "placeholder" or is_loop_value(node, self.layout):
+            return False
+        producer = producer_of(node)
+        return (
+            self.layout.demand.form(node) is Form.SCALAR
+            and not is_expensive(node)
+            and not is_random(producer)
+            and all(source.op == "placeholder" or is_size(source) or self._is_made_again(source) for source in producer.all_input_nodes)
+        )
+
+    def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Close the graph; returns the forward nodes to save, in order: tensors, then numbers."""
+        self.graph.output(gradients)
+        previous: fx.Node | None = None
+        for made in (*self.numbers.values(), *self.saved.values(), *self.tangents):
+            if previous is None:
+                next(iter(self.graph.nodes)).prepend(made)
+            else:
+                previous.append(made)
+            previous = made
+        saved = [self.forward.env[node] for node in self.saved]
+        return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
+
+
+def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
+    """An outer node for the value of each symbol: an input that is one, or a dimension of an input."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in joint.primals:
+        if is_size(node) and isinstance(symbol := size_of(node.meta["val"]), sympy.Symbol):
+            found.setdefault(symbol, outer.env[node])
+    for node in joint.primals:
+        if is_tensor(node):
+            for dim, size in enumerate(shape_of_node(node)):
+                if isinstance(size, sympy.Symbol) and size not in found:
+                    found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
+                    found[size].meta["val"] = node.meta["val"].shape[dim]
+    return found
+
+
+def _device(joint: JointGraph) -> torch.device:
+    devices = [node.meta["val"].device for node in joint.nodes if is_tensor(node)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_") or "stage"
+
+

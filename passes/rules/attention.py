@@ -1,0 +1,58 @@
+"""Fused attention: queries keep their rows, keys are contracted."""
+
+from __future__ import annotations
+
+import torch
+
+from streamfx.ir.signature import LetterShape
+from streamfx.passes.rules.registry import Call, Signature, rule
+
+aten = torch.ops.aten
+
+# letters: batch, query heads, query rows, width, key heads, key rows, width of the values
+B, H, M, D, G, N, E = range(7)
+QUERY, KEY, VALUE, OUT, LSE = (
+    ((B,), (H,), (M,), (D,)),
+    ((B,), (G,), (N,), (D,)),
+    ((B,), (G,), (N,), (E,)),
+    ((B,), (H,), (M,), (E,)),
+    ((B,), (H,), (M,)),
+)
+
+
+def _mask_letters(call: Call, position: int) -> LetterShape:
+    full: LetterShape = ((B,), (H,), (M,), (N,))
+    shape = call.shapes[position]
+    return tuple(full[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
+
+
+def _key_side(call: Call, query: int, key: int) -> tuple[LetterShape, LetterShape]:
+    """Letters of K and V; with as many key heads as query heads they are the same heads."""
+    if call.shapes[query][1] == call.shapes[key][1]:
+        return ((B,), (H,), (N,), (D,)), ((B,), (H,), (N,), (E,))
+    return KEY, VALUE
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_cpu(call: Call) -> Signature | None:
+    """(q, k, v, mask?) to (out, log-sum-exp)."""
+    if call.arguments()["dropout_p"] != 0.0:
+        return None
+    key, value = _key_side(call, 0, 1)
+    mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
+    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=frozenset({D, E, H, G}), keys=frozenset({N}))
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def flash_cpu_backward(call: Call) -> Signature | None:
+    """(dout, q, k, v, out, lse, mask?) to (dq, dk, dv)."""
+    if call.arguments()["dropout_p"] != 0.0:
+        return None
+    key, value = _key_side(call, 1, 2)
+    mask = (_mask_letters(call, 6),) if len(call.operands) == 7 else ()
+    return Signature(
+        (OUT, QUERY, key, value, OUT, LSE, *mask),
+        (QUERY, key, value),
+        whole=frozenset({D, E, H, G}),
+        keys=frozenset({N}),
+    )

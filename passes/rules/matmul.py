@@ -1,0 +1,36 @@
+"""Products: a contracted letter is summed, so over the sequence it becomes an accumulator."""
+
+from __future__ import annotations
+
+import torch
+
+from streamfx.passes.rules.registry import Call, Signature, rule, signatures
+
+aten = torch.ops.aten
+
+signatures(
+    {
+        aten.mm.default: "m k, k n -> m n",
+        aten.bmm.default: "b m k, b k n -> b m n",
+        aten.mv.default: "m k, k -> m",
+        aten.dot.default: "k, k -> ",
+        aten.vdot.default: "k, k -> ",
+    }
+)
+
+
+@rule(aten.addmm.default, aten.baddbmm.default, aten.addbmm.default)
+def add_product(call: Call) -> Signature | None:
+    """`bias + a @ b`: the bias is broadcast against the result and must not be added once per part of a sum.
+
+    Marking the contracted letter whole keeps it from being split.
+    """
+    if len(call.operands) != 3 or call.node.target is aten.addbmm.default:
+        return None
+    rank = len(call.shape)
+    batch = tuple((letter,) for letter in range(rank - 2))
+    m, n, k = (rank,), (rank + 1,), (rank + 2,)
+    result = (*batch, m, n)
+    skipped = rank - len(call.shapes[0])
+    bias = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(call.shapes[0]))
+    return Signature((bias, (*batch, m, k), (*batch, k, n)), (result,), whole=frozenset(k))

@@ -1,0 +1,122 @@
+"""How a rule is written down and looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.ir.axes import AxisTable, Dim
+from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
+from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.sizes import Size, shape_of
+
+Rule: TypeAlias = "Callable[[Call], Signature | None]"
+
+
+class Call:
+    """One node as a rule sees it: arguments by name, shapes, and what is known of the operands' axes."""
+
+    def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
+        self.node = node
+        self.axes = axes
+        self.operands = tensor_operands(node)
+        self.shapes: tuple[tuple[Size, ...], ...] = tuple(shape_of_node(operand) for operand in self.operands)
+        self.result_shapes = tuple(shape_of(result) if result is not None else () for result in results_of(node))
+        self._dims = dims
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The shape of the first result."""
+        return self.result_shapes[0]
+
+    def dims(self, operand: int) -> tuple[Dim, ...]:
+        return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
+
+    def arguments(self) -> dict[str, Any]:
+        return bound_arguments(self.node)
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*operators: Any) -> Callable[[Rule], Rule]:
+    """Register a function from a `Call` to its `Signature` (None: not for these arguments)."""
+
+    def register(function: Rule) -> Rule:
+        for operator in operators:
+            RULES[operator] = function
+        return function
+
+    return register
+
+
+def signatures(table: Mapping[Any, str]) -> None:
+    """Register operators whose signature is the same for all arguments, in notation.
+
+    `m k, k n -> m n`: one letter per dimension; `k!` is needed whole; `...` stands for any leading dimensions, the same
+    ones everywhere; several results are separated by commas.
+    """
+    for operator, notation in table.items():
+        RULES[operator] = _notation_rule(notation)
+
+
+def _notation_rule(notation: str) -> Rule:
+    left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
+
+    def from_notation(call: Call) -> Signature | None:
+        if len(left) != len(call.operands):
+            return None
+        numbers = count()
+        letters: dict[str, int] = {}
+        whole: set[int] = set()
+
+        def read(tokens: Sequence[str], rank: int) -> LetterShape:
+            names: list[str] = []
+            for token in tokens:
+                spread = rank - len(tokens) + 1
+                names.extend(f"...{i}" for i in range(spread)) if token == "..." else names.append(token)
+            dims = []
+            for name in names:
+                letter = letters.setdefault(name.rstrip("!"), next(numbers))
+                if name.endswith("!"):
+                    whole.add(letter)
+                dims.append((letter,))
+            return tuple(dims)
+
+        operands = tuple(read(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
+        results = tuple(read(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
+        shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
+        if any(len(dims) != len(shape) for dims, shape in shapes):
+            return None
+        return Signature(operands, results, whole=frozenset(whole))
+
+    return from_notation
+
+
+def broadcast(call: Call, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
+    """Every operand against the result, aligned at the last dimension; operands of size one are repeated."""
+    shape = call.shape
+    letters = tuple((position,) if size != 1 else () for position, size in enumerate(shape))
+
+    def aligned(own: tuple[Size, ...]) -> LetterShape:
+        skipped = len(shape) - len(own)
+        return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(own))
+
+    return Signature(
+        operands=tuple(aligned(own) for own in call.shapes),
+        results=tuple(letters for _ in range(len(call.result_shapes) if results is None else results)),
+    )
+
+
+def rule_for(node: fx.Node) -> Rule | None:
+    """The rule of a node's operator; operators that torch itself tags as pointwise need no entry."""
+    found = RULES.get(node.target)
+    if found is not None:
+        return found
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return broadcast
+    return None

@@ -1,0 +1,235 @@
+"""Views and copies that only move elements: axes are regrouped, never computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from streamfx.ir.axes import Dim
+from streamfx.ir.signature import LetterShape
+from streamfx.ir.sizes import Size, size_of
+from streamfx.passes.rules.registry import Call, Signature, rule
+
+aten = torch.ops.aten
+
+
+def _own_letters(rank: int) -> LetterShape:
+    return tuple((letter,) for letter in range(rank))
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
+def view(call: Call) -> Signature | None:
+    """Regroup the atoms; one letter per atom."""
+    groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
+    if groups is None:
+        return None
+    numbers = count()
+    atoms: dict[int, Dim] = {}
+
+    def lettered(dims: Sequence[Dim]) -> LetterShape:
+        return tuple(tuple(next(numbers) for _ in dim) for dim in dims)
+
+    before = call.dims(0)
+    operand = lettered(before)
+    numbers = count()
+    result = lettered(groups)
+    for letters, dim in zip((*operand, *result), (*before, *groups), strict=True):
+        atoms.update({letter: (atom,) for letter, atom in zip(letters, dim, strict=True)})
+    return Signature((operand,), (result,), atoms=atoms)
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(call: Call) -> Signature:
+    letters = list(_own_letters(len(call.shapes[0])))
+    result = letters.copy()
+    result.insert(call.arguments()["dim"] % len(call.shape), ())
+    return Signature((tuple(letters),), (tuple(result),))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(call: Call) -> Signature:
+    """Dimensions of size one vanish; the others are told apart by what was asked to be squeezed."""
+    arguments, rank = call.arguments(), len(call.shapes[0])
+    asked = arguments.get("dim", range(rank))
+    asked = {dim % rank for dim in (asked if isinstance(asked, (list, tuple, range)) else (asked,))} if rank else set()
+    letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
+    kept = tuple(dim for i, dim in enumerate(letters) if i not in asked or dim)
+    return Signature((letters,), (kept,))
+
+
+@rule(aten.expand.default)
+def expand(call: Call) -> Signature:
+    """A repeated dimension gets an axis of its own: any part of it can be made alone."""
+    own, shape = call.shapes[0], call.shape
+    skipped = len(shape) - len(own)
+    result = _own_letters(len(shape))
+    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(own))
+    return Signature((operand,), (result,))
+
+
+@rule(aten.permute.default)
+def permute(call: Call) -> Signature:
+    letters = _own_letters(len(call.shape))
+    order = call.arguments()["dims"]
+    return Signature((letters,), (tuple(letters[dim % len(letters)] for dim in order),))
+
+
+@rule(aten.transpose.int, aten.t.default)
+def transpose(call: Call) -> Signature:
+    letters = _own_letters(len(call.shape))
+    arguments, swapped, rank = call.arguments(), list(letters), len(letters)
+    if rank > 1:
+        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", 1) % rank
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+    return Signature((letters,), (tuple(swapped),))
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Signature:
+    """One row is taken out: that dimension is needed whole."""
+    letters = _own_letters(len(call.shapes[0]))
+    dim = call.arguments()["dim"] % len(letters)
+    return Signature((letters,), (letters[:dim] + letters[dim + 1 :],), whole=frozenset({dim}))
+
+
+@rule(aten.select_backward.default)
+def select_backward(call: Call) -> Signature:
+    arguments = call.arguments()
+    result = _own_letters(len(call.shape))
+    dim = arguments["dim"] % len(result)
+    return Signature((result[:dim] + result[dim + 1 :],), (result,), whole=frozenset({dim}))
+
+
+def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature:
+    """Both sides have their own axis along `dim`, and need it whole; all other axes are kept."""
+    operand = _own_letters(rank)
+    result = (*operand[:dim], (rank,), *operand[dim + 1 :])
+    return Signature((operand,) * len(call.operands), (result,) * results, whole=frozenset({dim, rank}))
+
+
+def slice_bounds(call: Call, length: Size) -> tuple[Any, Any, Any]:
+    """(start, stop, step) of a slice over `length` rows, as sizes, negative positions counted from the end."""
+    arguments = call.arguments()
+
+    def position(value: Any, default: Size) -> Any:
+        if value is None:
+            return default
+        value = size_of(value.meta["val"]) if hasattr(value, "meta") else value
+        if isinstance(value, int) and value < 0:
+            value = length + value
+            return max(value, 0) if isinstance(value, int) else value
+        return value
+
+    return position(arguments["start"], 0), position(arguments["end"], length), arguments["step"]
+
+
+@rule(aten.slice.Tensor)
+def slice_(call: Call) -> Signature:
+    """Rows start..end of one dimension: an axis of its own, shifted against the operand's."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shapes[0][dim], call.shape[dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start, _, step = slice_bounds(call, length)
+    signature = _whole_along(call, dim, rank)
+    if step != 1 or kept == 1:
+        return signature
+    return Signature(signature.operands, signature.results, shifts={rank: (dim, start)})
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(call: Call) -> Signature:
+    """The gradient of a slice: the rows of the operand, with zeros around them."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shape[dim], call.shapes[0][dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start, _, step = slice_bounds(call, length)
+    signature = _whole_along(call, dim, rank)
+    if step != 1 or kept == 1:
+        return signature
+    return Signature(signature.operands, signature.results, shifts={rank: (dim, -start)})
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(call: Call) -> Signature:
+    """Padding shifts an axis; padding two axes at once needs both whole."""
+    rank, pad = len(call.shape), list(call.arguments()["pad"])
+    padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))
+    if len(padded) == 1:
+        (dim,) = padded
+        before = pad[2 * (rank - 1 - dim)]
+        return Signature((operand,), (result,), shifts={rank + dim: (dim, -before)})
+    whole = frozenset(padded) | {rank + dim for dim in padded}
+    return Signature((operand,), (result,), whole=whole)
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
+def split(call: Call) -> Signature:
+    """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
+    rank = len(call.shapes[0])
+    dim = call.arguments()["dim"] % rank
+    operand = _own_letters(rank)
+    if call.node.target is aten.unbind.int:
+        kept = operand[:dim] + operand[dim + 1 :]
+        return Signature((operand,), (kept,) * len(call.result_shapes), whole=frozenset({dim}))
+    pieces = range(rank, rank + len(call.result_shapes))
+    results = tuple((*operand[:dim], (piece,), *operand[dim + 1 :]) for piece in pieces)
+    return Signature((operand,), results, whole=frozenset({dim, *pieces}))
+
+
+@rule(aten.cat.default, aten.stack.default)
+def cat(call: Call) -> Signature:
+    """Joined along one dimension, which is needed whole on both sides."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    result = _own_letters(rank)
+    if call.node.target is aten.stack.default:
+        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), whole=frozenset({dim}))
+    fresh = count(rank)
+    operands = tuple(
+        (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),)
+        for shape in call.shapes
+    )
+    return Signature(operands, (result,), whole=frozenset({dim, *range(rank, next(fresh))}))
+
+
+@rule(aten.repeat.default)
+def repeat(call: Call) -> Signature:
+    """Dimensions of size one can be repeated like `expand`; others mix rows."""
+    repeats = call.arguments()["repeats"]
+    rank = len(call.shape)
+    result = _own_letters(rank)
+    skipped = rank - len(call.shapes[0])
+    own, fresh, whole = [], count(rank), set()
+    for i, size in enumerate(call.shapes[0]):
+        times = repeats[skipped + i]
+        if size == 1:
+            own.append(())
+        elif times == 1:
+            own.append(result[skipped + i])
+        else:
+            letter = next(fresh)
+            own.append((letter,))
+            whole |= {letter, skipped + i}
+    return Signature((tuple(own),), (result,), whole=frozenset(whole))
+
+
+@rule(aten.flip.default, aten.roll.default)
+def reorder(call: Call) -> Signature:
+    """Rows change places along some dimensions, which are needed whole."""
+    rank = len(call.shape)
+    dims = call.arguments()["dims"]
+    moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
+    return Signature((operand,), (result,), whole=frozenset(moved) | {rank + i for i in moved})

@@ -1,0 +1,42 @@
+"""From AOTAutograd's joint graph to ours and back: what `partition_fn` is given and has to return."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor, joint_graph
+from streamfx.ir.pieces import Pieces
+
+
+def captured(
+    module: fx.GraphModule,
+    num_primals: int,
+    num_outputs: int,
+    static_inputs: Sequence[int] = (),
+    known_masks: dict[int, Pieces] | None = None,
+) -> Facts:
+    """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
+
+    `static_inputs` are the positions of parameters and buffers among the primals; `known_masks` tells for some of them, by
+    position, which constant pattern of rows and keys they hold.
+    """
+    graph = copy.deepcopy(module.graph)
+    output = graph.output_node()
+    flat = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None)
+    output.args = (tuple(flat),)
+    joint = joint_graph(graph, num_primals, num_outputs)
+    for position in static_inputs:
+        if position < len(joint.primals):
+            joint.primals[position].meta["streamfx_static_address"] = True
+    for position, pieces in (known_masks or {}).items():
+        joint.primals[position].meta["streamfx_pieces"] = pieces
+    return Facts(replace(joint))
+
+

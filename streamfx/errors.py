@@ -1,0 +1,40 @@
+"""Refusals. Each says what was asked, what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class StreamFXError(Exception):
+    """Base of all errors that streamfx raises on purpose."""
+
+    def __init__(self, asked: str, found: str = "", where: str = "", do: str = "") -> None:
+        self.asked, self.found, self.where, self.do = asked, found, where, do
+        lines = [asked]
+        lines += [f"  {label:<6}{text}" for label, text in (("found", found), ("where", where), ("do", do)) if text]
+        super().__init__("\n".join(lines))
+
+
+class OptionError(StreamFXError, ValueError):
+    """An option that does not exist, or a value that it cannot take.
+
+    Options come from `torch.compile(..., options={...})`, `streamfx.configure(...)` and the environment variable
+    `STREAMFX_OPTIONS`; all three are checked before anything is compiled.
+    """
+
+
+class NotStreamed(StreamFXError, RuntimeError):
+    """`strict=True` was asked for, and a stage cannot stream.
+
+    Without `strict` such a stage runs whole, exactly as it stood, and `streamfx.explain` shows the reason.
+    """
+
+
+class StaleGraph(StreamFXError, RuntimeError):
+    """Something that the compiled graph relies on has changed since it was compiled."""
+
+
+class StaleOutput(StreamFXError, RuntimeError):
+    """A deferred output was touched after the parameters that it is computed from had changed.
+
+    Deferred outputs (the logits beside a loss) are computed when they are first used. Use them before the optimizer's step, or
+    ask for `outputs="dense"`.
+    """

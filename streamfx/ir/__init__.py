@@ -1,0 +1,1 @@
+"""The small intermediate representation that all passes share."""

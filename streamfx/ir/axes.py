@@ -1,0 +1,108 @@
+"""Axes: what a dimension ranges over.
+
+A dimension is a row-major product of atoms, as in einops' `(b t)`; a dimension of size one has none. Two dimensions
+that hold the same atoms index the same thing, and only operators can say so: sizes never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from streamfx.ir.sizes import Size, product, quotient
+
+Atom: TypeAlias = int
+Dim: TypeAlias = "tuple[Atom, ...]"
+
+
+class AxisTable:
+    """Union-find over atoms, each of which may also be refined into a product of finer ones."""
+
+    def __init__(self) -> None:
+        self._parent: list[Atom] = []
+        self._size: list[Size] = []
+        self._parts: dict[Atom, Dim] = {}
+
+    def fresh(self, size: Size) -> Dim:
+        """A dimension that so far has nothing to do with any other."""
+        return () if size == 1 else (self._new(size),)
+
+    def size(self, atom: Atom) -> Size:
+        return self._size[self._root(atom)]
+
+    def size_of_dim(self, dim: Dim) -> Size:
+        return product(self.size(atom) for atom in dim)
+
+    def resolve(self, dim: Sequence[Atom]) -> Dim:
+        """The dimension in the finest atoms known, each the representative of its class."""
+        resolved: list[Atom] = []
+        for atom in dim:
+            root = self._root(atom)
+            parts = self._parts.get(root)
+            resolved.extend((root,) if parts is None else self.resolve(parts))
+        return tuple(resolved)
+
+    def unify(self, left: Dim, right: Dim) -> bool:
+        """State that both dimensions index the same thing; False when their factors cannot be matched.
+
+        Factors are matched from the outermost. Each matched pair is a true statement even when a later one fails,
+        because a row-major index determines its outer factors.
+        """
+        todo_left, todo_right = list(reversed(self.resolve(left))), list(reversed(self.resolve(right)))
+        while todo_left and todo_right:
+            a, b = todo_left.pop(), todo_right.pop()
+            if a == b:
+                continue
+            if self.size(a) == self.size(b):
+                self._parent[a] = b
+                continue
+            if self._refine(a, self.size(b)):
+                todo_left.extend(reversed(self._parts[a]))
+                todo_right.append(b)
+            elif self._refine(b, self.size(a)):
+                todo_right.extend(reversed(self._parts[b]))
+                todo_left.append(a)
+            else:
+                return False
+        return not todo_left and not todo_right
+
+    def regroup(self, atoms: Dim, shape: Sequence[Size]) -> tuple[Dim, ...] | None:
+        """The dimensions of `shape` over the same row-major elements as `atoms`; None where they do not nest."""
+        todo, dims = list(reversed(self.resolve(atoms))), []
+        for size in shape:
+            dim: list[Atom] = []
+            left = size
+            while left != 1:
+                if not todo:
+                    return None
+                atom = todo.pop()
+                rest = quotient(left, self.size(atom))
+                if rest is not None:
+                    dim.append(atom)
+                    left = rest
+                elif self._refine(atom, left):
+                    todo.extend(reversed(self._parts[atom]))
+                else:
+                    return None
+            dims.append(tuple(dim))
+        return None if todo else tuple(dims)
+
+    def _refine(self, atom: Atom, outer: Size) -> bool:
+        """Split an atom into `outer` times the rest, where that divides."""
+        inner = quotient(self.size(atom), outer)
+        if inner is None:
+            return False
+        self._parts[atom] = (self._new(outer), self._new(inner))
+        return True
+
+    def _new(self, size: Size) -> Atom:
+        self._parent.append(len(self._parent))
+        self._size.append(size)
+        return len(self._parent) - 1
+
+    def _root(self, atom: Atom) -> Atom:
+        parent = self._parent
+        while parent[atom] != atom:
+            parent[atom] = parent[parent[atom]]
+            atom = parent[atom]
+        return atom

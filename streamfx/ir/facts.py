@@ -1,0 +1,131 @@
+"""What the passes establish about a joint graph. Each pass reads some of it and adds one part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.joint import JointGraph
+from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.sizes import Size
+
+Shape: TypeAlias = "tuple[Dim, ...]"
+
+
+@dataclass(frozen=True)
+class SequenceAxis:
+    """The axis that is streamed, and its relatives.
+
+    `members` maps an atom to (offset, length): row i of such an axis stands at position i + offset of the sequence.
+    Slices and paddings of the sequence are members of their own. The main atom has offset 0 and all `length` rows.
+    """
+
+    main: Atom
+    length: Size
+    members: Mapping[Atom, tuple[Size, Size]]
+
+
+@dataclass(frozen=True)
+class AxisFacts:
+    """Which axis each dimension ranges over.
+
+    `shapes` holds the dimensions of each tensor, `results` of each result of an operator. `signatures` holds what each
+    operator does with them; a missing entry has its reason in `declined`.
+    """
+
+    table: AxisTable
+    shapes: Mapping[fx.Node, Shape]
+    results: Mapping[fx.Node, tuple[Shape, ...]]
+    signatures: Mapping[fx.Node, Signature]
+    letters: Mapping[fx.Node, Mapping[Letter, Dim]]
+    declined: Mapping[fx.Node, str]
+    static: frozenset[fx.Node]
+    sequence: SequenceAxis | None = None
+
+    def sequence_atom(self, dim: Dim) -> Atom | None:
+        """The atom of the sequence in a dimension, if it has one."""
+        if self.sequence is not None:
+            for atom in self.table.resolve(dim):
+                if atom in self.sequence.members:
+                    return atom
+        return None
+
+    def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
+        """The positions of the dimensions that hold the sequence."""
+        return tuple(i for i, dim in enumerate(shape) if self.sequence_atom(dim) is not None)
+
+
+class Role(Enum):
+    """What a loop over chunks does with a letter that ranges over the sequence."""
+
+    ROWS = "rows"  # the chunk's own rows [s, e)
+    KEYS = "keys"  # the rows that the chunk's queries can see
+    WHOLE = "whole"  # all rows
+
+
+class Form(Enum):
+    """In which form a value naturally exists."""
+
+    SCALAR = "outside"  # no sequence axis: computed once, between loops
+    WHOLE = "whole"  # has the sequence axis, and is computed in one piece between loops
+    ROWS = "rows"  # made chunk by chunk
+    PAIR = "pair"  # rows by keys, made chunk by chunk, never stored
+    SUM = "sum"  # a sum over chunks
+    KEYSUM = "key sum"  # for every key, a sum over the chunks whose queries see it
+
+
+@dataclass(frozen=True)
+class DemandFacts:
+    """Which rows of its operands each operator needs, and the form of its results."""
+
+    roles: Mapping[fx.Node, Mapping[Letter, Role]]
+    forms: Mapping[fx.Node, tuple[Form, ...]]
+    reasons: Mapping[fx.Node, str]
+
+    def form(self, node: fx.Node) -> Form:
+        return self.forms[node][0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [s + low, e + high) for a chunk [s, e); None is unbounded, to the first or the last row."""
+
+    low: int | None = None
+    high: int | None = None
+
+    def __str__(self) -> str:
+        low = "0" if self.low is None else f"s{self.low:+d}" if self.low else "s"
+        high = "T" if self.high is None else f"e{self.high:+d}" if self.high else "e"
+        return f"[{low}, {high})"
+
+
+@dataclass(frozen=True)
+class CausalityFacts:
+    """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found."""
+
+    spans: Mapping[fx.Node, Span]
+    verdicts: Mapping[fx.Node, str]
+    exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask is exactly its span
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything known so far; passes return a copy with their part filled in."""
+
+    joint: JointGraph
+    axes: AxisFacts | None = None
+    demand: DemandFacts | None = None
+    causality: CausalityFacts | None = None
+    stages: Any = None
+    plan: Any = None
+    program: Any = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def reasons(self) -> list[str]:
+        """Why something does not stream, one line for each operator that runs whole."""
+        return [] if self.demand is None else list(dict.fromkeys(self.demand.reasons.values()))

@@ -1,0 +1,107 @@
+"""The joint graph: the forward and the backward half of one traced function, as AOTAutograd makes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.sizes import Size, shape_of
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph of our own (a copy, free to be rewritten).
+
+    `outputs` are the forward results in order (a node, or a constant), `gradients` one entry per primal (None where none
+    is asked for). `forward` holds the ancestors of the outputs; everything else belongs to the backward half.
+    """
+
+    graph: fx.Graph
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    forward: frozenset[fx.Node]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All operators in program order."""
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return self.primals + self.tangents
+
+
+def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
+    """The nodes that `roots` depend on, themselves included."""
+    found: set[fx.Node] = set()
+    todo = [root for root in roots if isinstance(root, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGraph:
+    """Read `graph` as a joint graph whose first placeholders are primals and whose first outputs are forward results."""
+    placeholders = tuple(graph.find_nodes(op="placeholder"))
+    results = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs = results[:num_outputs]
+    forward = ancestors(outputs)
+    parts = {user for node in forward for user in node.users if user.target is operator.getitem}
+    return JointGraph(
+        graph=graph,
+        primals=placeholders[:num_primals],
+        tangents=placeholders[num_primals:],
+        outputs=outputs,
+        gradients=results[num_outputs:],
+        forward=forward | parts,
+    )
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_size(node: Any) -> bool:
+    """Whether a node is a number known from shapes (a `SymInt` and its kin)."""
+    return isinstance(node, fx.Node) and isinstance(
+        node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    )
+
+
+def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor arguments in the order of the call, with repetitions; a tuple-valued operand counts for `getitem`."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) if is_tensor(argument) else None)
+    return tuple(found)
+
+
+def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """The node's results as FakeTensors; None for results that are no tensors."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
+
+
+def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
+    return shape_of(node.meta["val"])
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by the names of the operator's schema, defaults filled in."""
+    arguments: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args) and not argument.kwarg_only:
+            arguments[argument.name] = node.args[position]
+        else:
+            arguments[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return arguments

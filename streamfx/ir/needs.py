@@ -1,0 +1,100 @@
+"""What an operator needs of an operand inside a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.ir.axes import Dim
+from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Form, Role, Span
+from streamfx.ir.joint import tensor_operands
+from streamfx.ir.program import Placement, Rows, Selector, Shifted
+from streamfx.ir.sizes import Size, product
+
+
+@dataclass(frozen=True)
+class Need:
+    """Rows of one operand: for each dimension that holds the sequence, the role and which rows."""
+
+    operand: fx.Node
+    where: tuple[tuple[Placement, Role, Selector], ...]
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return frozenset(role for _, role, _ in self.where)
+
+    @property
+    def selector(self) -> Selector:
+        """The rows of an operand with a single sequence dimension."""
+        return self.where[0][2]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes, roles and spans together: answers where the rows of a value are and how many a chunk has."""
+
+    axes: AxisFacts
+    demand: DemandFacts
+    causality: CausalityFacts
+
+    def rows(self, dim: Dim) -> Rows:
+        sequence = self.axes.sequence
+        atom = self.axes.sequence_atom(dim)
+        assert sequence is not None and atom is not None
+        offset, length = sequence.members[atom]
+        return Rows(offset, length)
+
+    def placement(self, value: fx.Node, position: int) -> Placement:
+        """Where a value's dimension holds the sequence."""
+        dim = self.axes.table.resolve(self.axes.shapes[value][position])
+        atom = self.axes.sequence_atom(dim)
+        assert atom is not None
+        at = dim.index(atom)
+        size = self.axes.table.size
+        return Placement(
+            position, self.rows(dim), product(size(a) for a in dim[:at]), product(size(a) for a in dim[at + 1 :])
+        )
+
+    def placements(self, value: fx.Node) -> tuple[Placement, ...]:
+        return tuple(self.placement(value, i) for i in self.axes.sequence_dims(self.axes.shapes[value]))
+
+    def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
+        return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
+
+    def span(self, node: fx.Node, asked: Span | None = None) -> Span:
+        """The keys that an operator runs over. A mask made from positions alone has no span of its own: it is made for
+        the keys that its user asks for.
+        """
+        return self.causality.spans.get(node, asked or Span())
+
+    def is_made_to_measure(self, node: fx.Node) -> bool:
+        """Whether a value with rows and keys follows from positions alone, so that each user can have its own keys."""
+        return self.demand.form(node) is Form.PAIR and node in self.axes.static
+
+    def needs(self, node: fx.Node, asked: Span | None = None) -> Iterator[Need]:
+        """The needs of an operator that runs inside a loop, one per tensor operand."""
+        signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
+        for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
+            where: list[tuple[Placement, Role, Selector]] = []
+            for position in self.axes.sequence_dims(self.axes.shapes[operand]):
+                letter = next(letter for letter in letters[position] if letter in roles)
+                where.append((self.placement(operand, position), roles[letter], self._selector(node, letter, roles[letter], asked)))
+            yield Need(operand, tuple(where))
+
+    def _selector(self, node: fx.Node, letter: int, role: Role, asked: Span | None) -> Selector:
+        if role is Role.KEYS:
+            return self.span(node, asked)
+        if role is Role.ROWS:
+            for result_letter, (source, by) in self.axes.signatures[node].shifts.items():
+                if source == letter:
+                    return Shifted(self.rows(self.axes.letters[node][result_letter]), by)
+        return None
+
+    def is_shifted_apart(self, placement: Placement, selector: Selector) -> int:
+        """For a shifted need: how far its rows lie from the chunk's own; 0 where they are the chunk's own rows."""
+        if not isinstance(selector, Shifted):
+            return 0
+        distance = selector.by + placement.rows.offset - selector.rows.offset
+        return distance if isinstance(distance, int) else (0 if distance == 0 else 1 << 40)

@@ -1,0 +1,147 @@
+"""What is known of a value with rows and keys, as a function of delta = key position - row position.
+
+Masks are index arithmetic: `col <= row`, `row - col < w`, `tril`. Each is piecewise constant in delta, so a mask, a bias and
+whatever is computed from them is a short list of intervals of delta with one fact for each.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Const:
+    """The same number for every row and key of the interval."""
+
+    value: float | bool
+
+    def is_zero(self) -> bool:
+        return self.value == 0
+
+
+@dataclass(frozen=True)
+class Slope:
+    """factor * delta + offset."""
+
+    factor: int
+    offset: int
+
+
+class Unknown:
+    """Nothing is known: it may be anything, minus infinity included."""
+
+    def __repr__(self) -> str:
+        return "?"
+
+
+class Ordinary(Unknown):
+    """A computed number like any other: finite, and never a stand-in for minus infinity."""
+
+    def __repr__(self) -> str:
+        return "x"
+
+
+UNKNOWN, ORDINARY = Unknown(), Ordinary()
+Fact: TypeAlias = "Const | Slope | Unknown"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """`facts[i]` holds for cuts[i - 1] <= delta < cuts[i]."""
+
+    cuts: tuple[int, ...]
+    facts: tuple[Fact, ...]
+
+    def at(self, delta: int) -> Fact:
+        return self.facts[bisect_right(self.cuts, delta)]
+
+    def support(self, is_identity: Callable[[Fact], bool]) -> tuple[int | None, int | None]:
+        """The least interval [low, high] of delta outside of which every fact is an identity; None is unbounded."""
+        first, last = 0, len(self.facts)
+        while first < last and is_identity(self.facts[first]):
+            first += 1
+        if first == last:
+            return 0, 0
+        while is_identity(self.facts[last - 1]):
+            last -= 1
+        low = self.cuts[first - 1] if first else None
+        high = self.cuts[last - 1] - 1 if last < len(self.facts) else None
+        return low, high
+
+
+def everywhere(fact: Fact) -> Pieces:
+    return Pieces((), (fact,))
+
+
+def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
+    """Pieces with equal neighbours merged."""
+    kept_cuts: list[int] = []
+    kept = [facts[0]]
+    for cut, fact in zip(cuts, facts[1:], strict=True):
+        if fact != kept[-1]:
+            kept_cuts.append(cut)
+            kept.append(fact)
+    return Pieces(tuple(kept_cuts), tuple(kept))
+
+
+def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
+    """Apply a function of facts interval by interval; it returns pieces, of which the interval's part is kept."""
+    bounds = sorted({cut for operand in operands for cut in operand.cuts})
+    cuts: list[int] = []
+    facts: list[Fact] = []
+    for low, high in zip([None, *bounds], [*bounds, None], strict=True):
+        sample = low if low is not None else (high - 1 if high is not None else 0)
+        part = function(*(operand.at(sample) for operand in operands))
+        inner = [cut for cut in part.cuts if (low is None or cut > low) and (high is None or cut < high)]
+        if low is not None:
+            cuts.append(low)
+        cuts.extend(inner)
+        facts.append(part.at(low) if low is not None else part.facts[0])
+        facts.extend(part.at(cut) for cut in inner)
+    return joined(cuts, facts)
+
+
+def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
+    """Where `factor * delta + offset <relation> value` holds, as pieces of truth values."""
+    if slope.factor == 0:
+        return everywhere(Const(_relation(relation, slope.offset, value)))
+    edge = (value - slope.offset) / slope.factor
+    if slope.factor < 0:
+        relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
+    at, above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge
+    yes, no = Const(True), Const(False)
+    match relation:
+        case "lt":
+            return Pieces((at,), (yes, no))
+        case "le":
+            return Pieces((above,), (yes, no))
+        case "gt":
+            return Pieces((above,), (no, yes))
+        case "ge":
+            return Pieces((at,), (no, yes))
+    equal, other = (yes, no) if relation == "eq" else (no, yes)
+    return everywhere(other) if at == above else Pieces((at, above), (other, equal, other))
+
+
+def _relation(relation: str, left: float, right: float) -> bool:
+    return {
+        "lt": left < right,
+        "le": left <= right,
+        "gt": left > right,
+        "ge": left >= right,
+        "eq": left == right,
+        "ne": left != right,
+    }[relation]
+
+
+def absolute(slope: Slope) -> Pieces:
+    """|factor * delta + offset|."""
+    if slope.factor == 0:
+        return everywhere(Slope(0, abs(slope.offset)))
+    edge = math.ceil(-slope.offset / slope.factor)
+    rising = slope if slope.factor > 0 else Slope(-slope.factor, -slope.offset)
+    return Pieces((edge,), (Slope(-rising.factor, -rising.offset), rising))

@@ -1,0 +1,151 @@
+"""The rewritten program: outer graphs whose nodes are loops, and what each loop does per chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Span
+from streamfx.ir.sizes import Size
+
+START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An axis cut into chunks: `length` rows, row i standing at position i + `offset` of the sequence."""
+
+    offset: Size
+    length: Size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor holds the sequence: dimension `dim`, with `outer` elements around and `inner` inside each row."""
+
+    dim: int
+    rows: Rows
+    outer: Size = 1
+    inner: Size = 1
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one."""
+
+    rows: Rows
+    by: Size
+
+
+Selector: TypeAlias = "Span | Shifted | None"  # None: the chunk's own rows
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value itself, every iteration."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The chunk's rows, or the rows of a span, along each placement."""
+
+    where: tuple[tuple[Placement, Selector], ...]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A size, computed from the chunk's bounds and the graph's symbols."""
+
+    value: Size
+
+
+@dataclass(frozen=True)
+class BufferPart:
+    """Rows of one of the loop's own buffers."""
+
+    buffer: int
+    where: tuple[tuple[Placement, Selector], ...]
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """The number of the chunk, for random draws that must be repeated."""
+
+
+Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Rows kept for the whole loop: keys and values that later queries see, or sums of their cotangents."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    placement: Placement
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A result whose chunks are put side by side."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A result whose chunks are added up, in `accumulate`; divided by `count` in the end where it is a mean."""
+
+    dtype: torch.dtype
+    accumulate: torch.dtype
+    count: Size = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A buffer that outlives the loop, in the type of the value it holds."""
+
+    buffer: int
+    dtype: torch.dtype
+
+
+Yield: TypeAlias = "Stacked | Summed | Kept"
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """One loop over chunks. `feeds` follow the body's placeholders, `sources` say which argument of the loop each takes.
+
+    Arguments of a loop are first the numbers for `symbols`, then tensors. `yields` follow the body's outputs, except for
+    kept buffers, which come last and have no output.
+    """
+
+    name: str
+    body: fx.GraphModule
+    feeds: tuple[Feed, ...]
+    sources: tuple[int | None, ...]
+    buffers: tuple[Buffer, ...]
+    yields: tuple[Yield, ...]
+    symbols: tuple[sympy.Symbol, ...]
+    length: Size
+    reverse: bool
+    chunk_size: int
+    device: torch.device
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs instead of the two halves of a joint graph."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[fx.Node, ...]
+    loops: tuple[Any, ...] = field(default=())

@@ -1,0 +1,48 @@
+"""Sizes of dimensions: plain integers, or expressions in the symbols of a dynamic shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = "int | sympy.Expr"
+
+
+def size_of(dimension: Any) -> Size:
+    """The size that a FakeTensor's dimension (an `int` or a `SymInt`) stands for."""
+    if isinstance(dimension, int):
+        return dimension
+    return simplified(dimension.node.expr)
+
+
+def simplified(expression: Any) -> Size:
+    return int(expression) if isinstance(expression, (int, sympy.Integer)) else expression
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    total: Size = 1
+    for size in sizes:
+        total = total * size
+    return simplified(total)
+
+
+def quotient(whole: Size, part: Size) -> Size | None:
+    """`whole / part` where it is provably an integer for every value of the symbols, else None."""
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole // part if part and whole % part == 0 else None
+    ratio = sympy.cancel(whole / part)
+    numerator, denominator = sympy.fraction(ratio)
+    return simplified(numerator) if denominator == 1 and not numerator.atoms(sympy.Rational) - numerator.atoms(
+        sympy.Integer
+    ) else None
+
+
+def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(size_of(dimension) for dimension in value.shape)
+
+
+def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:
+    return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}

@@ -1,0 +1,10 @@
+"""The logger behind `TORCH_LOGS="+streamfx"`."""
+
+from __future__ import annotations
+
+import logging
+
+from streamfx.torch_private import register_logger
+
+log = logging.getLogger("streamfx")
+register_logger("streamfx")

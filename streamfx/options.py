@@ -1,0 +1,152 @@
+"""Options of the backend: what they are called, what they may be, and where they come from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from streamfx.errors import OptionError
+
+ENVIRONMENT = "STREAMFX_OPTIONS"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of `backend="streambp"`.
+
+    chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
+    loss_chunk_size: the same for the stage that holds the head and the loss.
+    save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
+        fused attention too, so that it is not run twice), "auto".
+    bodies: who runs the loop bodies: "eager", "inductor", "auto".
+    accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
+    outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" as plain ones.
+    strict: raise instead of running a stage whole.
+    """
+
+    chunk_size: int | Literal["auto"] = "auto"
+    loss_chunk_size: int | Literal["auto"] = "auto"
+    save: Literal["inputs", "attention", "auto"] = "auto"
+    bodies: Literal["eager", "inductor", "auto"] = "auto"
+    accumulate: Literal["float32", "same"] = "float32"
+    outputs: Literal["lazy", "dense"] = "lazy"
+    strict: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "save": ("inputs", "attention", "auto"),
+    "bodies": ("eager", "inductor", "auto"),
+    "accumulate": ("float32", "same"),
+    "outputs": ("lazy", "dense"),
+    "strict": (True, False),
+}
+COUNTS = ("chunk_size", "loss_chunk_size")
+NAMES = tuple(field.name for field in fields(Options))
+
+_configured: dict[str, Any] = {}
+
+
+def checked(options: Any, origin: str) -> dict[str, Any]:
+    """The options as a dictionary of valid values; `origin` says in an error where they came from."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise OptionError(
+            f"{origin} must be a dictionary of options",
+            found=f"{options!r} ({type(options).__name__})",
+            do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
+        )
+    for name, value in options.items():
+        _check(name, value, origin)
+    return dict(options)
+
+
+def _check(name: Any, value: Any, origin: str) -> None:
+    if name not in NAMES:
+        near = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(
+            f"{origin} has no option {name!r}",
+            found=f"{name}={value!r}",
+            do=f"{hint}the options are {', '.join(NAMES)}",
+        )
+    if name in COUNTS:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_count and not (isinstance(value, str) and value == "auto"):
+            raise OptionError(
+                f"option {name!r} of {origin} cannot be {value!r}",
+                found=f"{value!r} ({type(value).__name__})",
+                do="give a whole number of rows, 1 or more, or 'auto'",
+            )
+        return
+    allowed = ALLOWED[name]
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(
+            f"option {name!r} of {origin} cannot be {value!r}",
+            found=f"{value!r} ({type(value).__name__})",
+            do=f"{hint}allowed: {', '.join(map(repr, allowed))}",
+        )
+
+
+def from_environment() -> dict[str, Any]:
+    text = os.environ.get(ENVIRONMENT, "")
+    if not text.strip():
+        return {}
+    origin = f"the environment variable {ENVIRONMENT}"
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(
+            f"{origin} must be JSON", found=f"{text!r}: {error}", do='write for example {"chunk_size": 1024}'
+        ) from None
+    return checked(options, origin)
+
+
+def resolved(options: Any = None) -> Options:
+    """The options of one compilation: `torch.compile`'s over `configure`'s over the environment's."""
+    given = checked(options, "torch.compile(options=...)")
+    return replace(Options(), **{**from_environment(), **_configured, **given})
+
+
+class configure:
+    """Set options for all compilations that follow; as a context manager, for those inside of it.
+
+    >>> import streamfx
+    >>> with streamfx.configure(chunk_size=512):
+    ...     streamfx.options.resolved().chunk_size
+    512
+    """
+
+    def __init__(self, **options: Any) -> None:
+        valid = checked(options, "streamfx.configure(...)")
+        self._before = dict(_configured)
+        _configured.update(valid)
+
+    def __enter__(self) -> configure:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _configured.clear()
+        _configured.update(self._before)
+
+
+@contextmanager
+def unconfigured() -> Iterator[None]:
+    """No options from `configure`: for tests."""
+    before = dict(_configured)
+    _configured.clear()
+    try:
+        yield
+    finally:
+        _configured.clear()
+        _configured.update(before)

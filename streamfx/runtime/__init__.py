@@ -1,0 +1,1 @@
+"""What runs: loops over chunks, their buffers, attention kernels and replayed randomness."""

@@ -1,0 +1,135 @@
+"""The loop over chunks: feeds a body, keeps its buffers, stacks and sums its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamfx.ir.facts import Span
+from streamfx.ir.program import BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Summed
+from streamfx.ir.sizes import Size
+from streamfx.runtime.buffers import rows_of, rows_view
+from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds, span_bounds
+
+Env = dict[str, int]
+
+
+class Loop(nn.Module):
+    """Runs a `LoopSpec`; called with the values of its symbols and its tensors, returns a tuple of its results."""
+
+    def __init__(self, spec: LoopSpec, body: Callable[..., Sequence[Any]] | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.body: Callable[..., Sequence[Any]] = body or spec.body
+        self._sizes: dict[Size, Callable[[Env], int]] = {}
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        """Bounds of the chunks, in the order in which they run."""
+        step = self.spec.chunk_size
+        bounds = [(start, min(start + step, length)) for start in range(0, length, step)] or [(0, length)]
+        return bounds[::-1] if self.spec.reverse else bounds
+
+    def forward(self, *arguments: Any) -> tuple[Any, ...]:
+        spec = self.spec
+        env: Env = {symbol.name: int(value) for symbol, value in zip(spec.symbols, arguments, strict=False)}
+        tensors = arguments[len(spec.symbols) :]
+        length = self.size(spec.length, env)
+        buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
+        results: list[Any] = [None] * len(spec.yields)
+        produced = [i for i, item in enumerate(spec.yields) if not isinstance(item, Kept)]
+        for number, (start, stop) in enumerate(self.chunks(length)):
+            env.update(start=start, stop=stop)
+            feeds = list(self._feeds(env, tensors, buffers, length, number))
+            made = self.body(*feeds)
+            del feeds
+            for position, value in zip(produced, made, strict=True):
+                results[position] = self._collect(spec.yields[position], results[position], value, env, length)
+            del made, value
+        for position, item in enumerate(spec.yields):
+            results[position] = self._finish(item, results[position], buffers, env)
+        return tuple(results)
+
+    def size(self, size: Size, env: Env) -> int:
+        if isinstance(size, int):
+            return size
+        function = self._sizes.get(size)
+        if function is None:
+            function = self._sizes[size] = compiled_size(size)
+        return function(env)
+
+    def _new_buffer(self, shape: Sequence[Size], dtype: torch.dtype, env: Env, zeroed: bool) -> Tensor:
+        sizes = [self.size(size, env) for size in shape]
+        make = torch.zeros if zeroed else torch.empty
+        return make(sizes, dtype=dtype, device=self.spec.device)
+
+    # -- before a chunk
+
+    def _feeds(
+        self, env: Env, tensors: Sequence[Any], buffers: Sequence[Tensor], length: int, number: int
+    ) -> Iterator[Any]:
+        for feed, source in zip(self.spec.feeds, self.spec.sources, strict=True):
+            match feed:
+                case Same():
+                    yield tensors[source]  # type: ignore[index]
+                case Part():
+                    yield self._part(tensors[source], feed.where, env, length, rows_of)  # type: ignore[index]
+                case BufferPart():
+                    yield self._part(buffers[feed.buffer], feed.where, env, length, rows_view)
+                case Number():
+                    yield self.size(feed.value, env)
+                case ChunkKey():
+                    yield env["start"]
+
+    def _part(
+        self,
+        tensor: Tensor,
+        where: Sequence[tuple[Placement, Selector]],
+        env: Env,
+        length: int,
+        take: Callable[..., Tensor],
+    ) -> Tensor:
+        for placement, selector in where:
+            start, count = self._bounds(placement, selector, env, length)
+            outer, inner = self.size(placement.outer, env), self.size(placement.inner, env)
+            rows = self.size(placement.rows.length, env)
+            tensor = take(tensor, placement.dim, outer, inner, rows, start, count)
+        return tensor
+
+    def _bounds(self, placement: Placement, selector: Selector, env: Env, length: int) -> tuple[int, int]:
+        """First row and number of rows, in the placement's own axis."""
+        start, stop = env["start"], env["stop"]
+        offset, rows = self.size(placement.rows.offset, env), self.size(placement.rows.length, env)
+        if isinstance(selector, Span):
+            return span_bounds(start, stop, selector.low, selector.high, offset, rows)
+        if selector is None:
+            return member_bounds(start, stop, length, offset, rows)
+        other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
+        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows)
+
+    # -- after a chunk
+
+    def _collect(self, item: Any, result: Any, value: Tensor, env: Env, length: int) -> Any:
+        if isinstance(item, Summed):
+            if result is None:
+                return value.to(item.accumulate, copy=True)
+            return result.add_(value)
+        placement = item.placement
+        if result is None:
+            result = self._new_buffer(item.shape, item.dtype, env, zeroed=False)
+        own = self._part(result, ((placement, None),), env, length, rows_view)
+        own.copy_(value.reshape(own.shape))
+        return result
+
+    def _finish(self, item: Any, result: Any, buffers: Sequence[Tensor], env: Env) -> Any:
+        match item:
+            case Kept():
+                return buffers[item.buffer].to(item.dtype)
+            case Summed():
+                count = self.size(item.count, env)
+                return (result / count if count != 1 else result).to(item.dtype)
+        return result
+
+

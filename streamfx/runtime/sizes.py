@@ -1,0 +1,151 @@
+"""Sizes at run time: expressions over the graph's symbols and the bounds of the current chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from streamfx.ir.facts import Span
+from streamfx.ir.program import START, STOP, Rows
+from streamfx.ir.sizes import Size, free_symbols, simplified
+
+
+class member_count(sympy.Function):
+    """member_count(start, stop, length, offset, rows): how many rows of a member axis belong to a chunk."""
+
+
+class member_start(sympy.Function):
+    """The first row of a member axis that belongs to a chunk; same arguments as `member_count`."""
+
+
+class span_count(sympy.Function):
+    """span_count(start, stop, low, high, offset, rows): how many rows a span has; infinite bounds are unbounded."""
+
+
+class span_start(sympy.Function):
+    """The first row of a span; same arguments as `span_count`."""
+
+
+class shifted_count(sympy.Function):
+    """shifted_count(start, stop, length, offset, rows, by, own): rows of a chunk that exist on an axis shifted against it."""
+
+
+class shifted_start(sympy.Function):
+    """The first of them; same arguments as `shifted_count`."""
+
+
+def member_bounds(start: int, stop: int, length: int, offset: int, rows: int) -> tuple[int, int]:
+    """First row and number of rows of a member axis in chunk [start, stop).
+
+    The first chunk takes what lies before the sequence and the last what lies behind it, so each row is in one chunk.
+    """
+    first = 0 if start == 0 else min(max(start - offset, 0), rows)
+    last = rows if stop == length else min(max(stop - offset, 0), rows)
+    return first, max(last - first, 0)
+
+
+def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
+    """First row and number of rows of the span [start + low, stop + high) in a member axis."""
+    first = 0 if low is None else min(max(start + low - offset, 0), rows)
+    last = rows if high is None else min(max(stop + high - offset, 0), rows)
+    return first, max(last - first, 0)
+
+
+def shifted_bounds(
+    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int
+) -> tuple[int, int]:
+    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for, whose row i is row i + by."""
+    first, count = member_bounds(start, stop, length, offset, rows)
+    low, high = min(max(first + by, 0), own), min(max(first + count + by, 0), own)
+    return low, high - low
+
+
+def rows_in_chunk(rows: Rows, length: Size) -> Size:
+    """The number of rows of an axis in the current chunk, as an expression."""
+    if rows.offset == 0 and rows.length == length:
+        return STOP - START
+    return member_count(START, STOP, length, rows.offset, rows.length)
+
+
+def first_in_chunk(rows: Rows, length: Size) -> Size:
+    if rows.offset == 0 and rows.length == length:
+        return START
+    return member_start(START, STOP, length, rows.offset, rows.length)
+
+
+def rows_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
+    return shifted_count(START, STOP, length, rows.offset, rows.length, by, own)
+
+
+def first_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
+    return shifted_start(START, STOP, length, rows.offset, rows.length, by, own)
+
+
+def rows_in_span(rows: Rows, span: Span) -> Size:
+    """The number of rows of a span, as an expression."""
+    return span_count(START, STOP, *_bounds(span), rows.offset, rows.length)
+
+
+def first_in_span(rows: Rows, span: Span) -> Size:
+    return span_start(START, STOP, *_bounds(span), rows.offset, rows.length)
+
+
+def _bounds(span: Span) -> tuple[Any, Any]:
+    return (-sympy.oo if span.low is None else span.low, sympy.oo if span.high is None else span.high)
+
+
+def compiled_size(size: Size) -> Callable[[dict[str, int]], int]:
+    """A function from the values of the symbols to the size."""
+    names = sorted(symbol.name for symbol in free_symbols([size]))
+    code = f"lambda {', '.join(names)}: {_python(size)}"
+    function = eval(code, dict(_FUNCTIONS))
+    return lambda env: int(function(*(env[name] for name in names)))
+
+
+def _python(size: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Printer(PythonPrinter):  # type: ignore[misc]
+        def _print_Function(self, expression: Any) -> str:
+            arguments = ", ".join(self._print(argument) for argument in expression.args)
+            return f"{type(expression).__name__}({arguments})"
+
+        def _print_Infinity(self, expression: Any) -> str:
+            return "None"
+
+        def _print_NegativeInfinity(self, expression: Any) -> str:
+            return "None"
+
+    return Printer().doprint(simplified(size))
+
+
+def _unbounded(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:
+    return lambda *arguments: function(*arguments)[part]
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "member_start": _unbounded(member_bounds, 0),
+    "member_count": _unbounded(member_bounds, 1),
+    "shifted_start": _unbounded(shifted_bounds, 0),
+    "shifted_count": _unbounded(shifted_bounds, 1),
+    "span_start": _unbounded(span_bounds, 0),
+    "span_count": _unbounded(span_bounds, 1),
+}
+
+
+class SizeOf(torch.nn.Module):
+    """Computes a size from the values of its symbols, inside an outer graph."""
+
+    def __init__(self, size: Size, symbols: tuple[sympy.Symbol, ...]) -> None:
+        super().__init__()
+        self.expression, self.names = size, tuple(symbol.name for symbol in symbols)
+        self._function = compiled_size(size)
+
+    def forward(self, *values: Any) -> int:
+        return self._function({name: int(value) for name, value in zip(self.names, values, strict=True)})
+
+    def extra_repr(self) -> str:
+        return str(self.expression)

@@ -1,0 +1,56 @@
+"""Reads `float32` as `float64` in the source of transformers, so that rounding of inner casts hides nothing.
+
+Import this module before transformers. Only the text of modules that are loaded afterwards changes.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+WIDENED = (
+    (re.compile(r"\btorch\.float32\b"), "torch.float64"),
+    (re.compile(r"\btorch\.float\b(?!\d)"), "torch.float64"),
+    (re.compile(r"\.float\(\)"), ".double()"),
+)
+LEFT_ALONE = ("transformers.utils", "transformers.modeling_utils", "transformers.conversion")
+
+
+class _WideningLoader(importlib.machinery.SourceFileLoader):
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+        text = importlib.util.decode_source(data) if isinstance(data, bytes) else data
+        for pattern, replacement in WIDENED:
+            text = pattern.sub(replacement, text)
+        code: CodeType = compile(text, path, "exec", dont_inherit=True, optimize=_optimize)
+        return code
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("transformers.") or fullname.startswith(LEFT_ALONE):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _WideningLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def widen_transformers() -> None:
+    """Install the import hook; a no-op when it is there."""
+    loaded = [name for name in sys.modules if name.startswith("transformers.models.")]
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if loaded:
+        raise RuntimeError(f"transformers' models are already loaded ({loaded[0]}): install the hook first")
+    sys.meta_path.insert(0, _Finder())
