@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
-from streamfx.ir.joint import bound_arguments, is_size, is_tensor, tensor_operands
+from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.program import (
     Buffer,
@@ -36,8 +36,9 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.passes.linear import is_random
-from streamfx.passes.regions import LoopContent, is_loop_value, is_met_in_same_loop, producer_of
+from streamfx.passes.regions import LoopContent, is_loop_value, producer_of
 from streamfx.runtime import buffers as buffer_ops
+from streamfx.runtime.rng import replay
 from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
 
 aten = torch.ops.aten
@@ -171,7 +172,7 @@ class BodyBuilder:
             if producer is not node:
                 made = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
             else:
-                made = EMITTERS.get(node.target, emit_copy)(self, node)
+                made = EMITTERS.get(node.target, emit_replay if is_random(node) else emit_copy)(self, node)
             self._name(node, made)
             self.made[key] = made
         return self.made[key]
@@ -380,14 +381,12 @@ def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(target, args, kwargs)
 
 
-__all__ = [
-    "EMITTERS",
-    "BodyBuilder",
-    "ChunkKey",
-    "accumulation_type",
-    "bound_arguments",
-    "emits",
-    "is_met_in_same_loop",
-    "is_random",
-    "tensor_operands",
-]
+def emit_replay(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A random operator, so that it draws the same whenever this chunk is computed."""
+    seed, number = node.meta["streamfx_draw"]
+    source = builder.outer(seed)
+    assert source is not None
+    args, kwargs = builder.arguments(node)
+    start = builder.feed("chunk", ChunkKey(), None)
+    draw = (str(node.target), builder.part(seed, source, ()), number, start)
+    return builder.graph.call_function(replay, (*draw, *args), kwargs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class GraphWriter:
@@ -13,6 +15,7 @@ class GraphWriter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        self._mode: Any = None
         self._point: fx.Node | None = None
 
     def before(self, node: fx.Node) -> GraphWriter:
@@ -24,9 +27,16 @@ class GraphWriter:
         with self.graph.inserting_before(self._point):
             made = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with torch.no_grad():
+        with torch.no_grad(), self._fake_mode():
             made.meta["val"] = target(*fake_args, **fake_kwargs)
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
                 made.meta[key] = self._point.meta[key]
         return made
+
+    def _fake_mode(self) -> Any:
+        """The fake mode of the graph's own values, so that operators without operands make fake values too."""
+        if self._mode is None:
+            values = (node.meta.get("val") for node in self.graph.nodes)
+            self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
+        return self._mode

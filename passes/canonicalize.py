@@ -22,6 +22,7 @@ from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, 
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
+from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
 Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
@@ -34,6 +35,7 @@ class Canonicalize:
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
         canonicalize(joint.graph)
+        _number_random_operators(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
@@ -53,6 +55,16 @@ def canonicalize(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
+
+
+def _number_random_operators(graph: fx.Graph) -> None:
+    """Give the graph one seed per step, and each random operator the seed and a number of its own."""
+    drawing = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
+    if not drawing:
+        return
+    seed = GraphWriter(graph).before(drawing[0]).call(draw_seed)
+    for number, node in enumerate(drawing):
+        node.meta["streamfx_draw"] = (seed, number)
 
 
 def _replace(node: fx.Node, replacement: fx.Node) -> None:

@@ -182,7 +182,7 @@ class _Analysis:
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
-            if node not in self.axes.static:
+            if self._takes_rows(node, signature):
                 self.reasons[node] = MIXES_ROWS.format(target=node.target)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
@@ -200,6 +200,17 @@ class _Analysis:
 
     def _is_member(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
+
+    def _takes_rows(self, node: fx.Node, signature: Signature) -> bool:
+        """Whether an operator that runs whole forces values out of their loops: not where the sequence is only cut out of a
+        table, or its gradient put back into one.
+        """
+        crosses_border = any(self._is_border(node, letter, source) for letter, (source, _) in signature.shifts.items())
+        return node not in self.axes.static and not crosses_border
+
+    def _is_border(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+        dims = (self.axes.letters[node][item] for item in (letter, source))
+        return sum(self.axes.sequence_atom(dim) is not None for dim in dims) == 1
 
     def _has_double_letter(self, node: fx.Node) -> bool:
         """Whether a dimension holds the sequence twice (`(t t)` after a flatten): no rows can be taken from that."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import tensor_operands
+from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
 
@@ -53,6 +54,7 @@ LINEAR_IN: dict[Any, tuple[int, ...]] = {
     aten.split_with_sizes.default: (0,),
     aten.where.self: (),
     aten.nll_loss_backward.default: (0,),
+    aten.nll_loss2d_backward.default: (0,),
     aten._log_softmax_backward_data.default: (0,),
     aten._softmax_backward_data.default: (0,),
     aten.embedding_dense_backward.default: (0,),
@@ -84,7 +86,8 @@ def is_moved_elements(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a second run would give something else."""
+    return node.target is draw_seed or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_expensive(node: fx.Node) -> bool:

@@ -79,7 +79,8 @@ STAYS_ORDINARY = {
     aten.native_dropout_backward.default,
     aten.threshold_backward.default,
 }
-PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
+PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default}
+ADDS_PRODUCT = {aten.baddbmm.default, aten.addmm.default}
 ZERO_TIMES_ANYTHING = {
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -114,13 +115,13 @@ class Masks:
         self._pieces: dict[fx.Node, Pieces] = {}
         self._affine: dict[fx.Node, Affine | None] = {}
         self._computed = _computed_nodes(joint)
-        for node in joint.inputs:
-            toeplitz = node.meta.get("streamfx_pieces")
-            if toeplitz is not None:
-                self._pieces[node] = toeplitz
+        self._patterns: dict[fx.Node, Pieces] = {
+            node: node.meta["streamfx_pattern"] for node in joint.inputs if "streamfx_pattern" in node.meta
+        }
         for node in joint.nodes:
             if is_tensor(node):
                 self._affine[node] = self._affine_of(node)
+                self._note_pattern(node)
                 if self._is_pair(node):
                     self._pieces[node] = self._pieces_of(node)
 
@@ -152,6 +153,8 @@ class Masks:
             return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)  # type: ignore[arg-type]
         if target in PRODUCES_ORDINARY:
             return everywhere(ORDINARY)
+        if target in ADDS_PRODUCT:
+            return self._added_product(node)
         if target is aten.slice.Tensor:
             return self._sliced(node)
         if target in (aten.tril.default, aten.triu.default):
@@ -167,12 +170,72 @@ class Masks:
             return everywhere(UNKNOWN)
         return self._elementwise(node)
 
+    def _added_product(self, node: fx.Node) -> Pieces:
+        """`bias + a @ b`: a mask given as the bias stays one."""
+        bias = self._operand(node.args[0], node)
+        scaled = bool(node.kwargs)
+        dtype = node.meta["val"].dtype
+        return combined(lambda fact: everywhere(_ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
+
     def _of_result(self, node: fx.Node) -> Pieces:
         producer, position = node.args
         if producer.target is aten.native_dropout.default and position == 0:  # type: ignore[union-attr]
             source = self._operand(producer.args[0], node)  # type: ignore[union-attr]
             return combined(lambda fact: everywhere(fact if _zero(fact) else ORDINARY), source)
         return everywhere(UNKNOWN)
+
+    # -- buffers that hold a mask: patterns of column - row of their last two dimensions
+
+    def _note_pattern(self, node: fx.Node) -> None:
+        """Carry a buffer's pattern through slices from the first row and through operators on its elements."""
+        sources = [source for source in tensor_operands(node) if source in self._patterns]
+        if len(sources) != 1 or len(tensor_operands(node)) != 1:
+            return
+        (source,) = sources
+        if self._keeps_positions(node, source):
+            self._patterns[node] = self._patterns[source]
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten._to_copy.default:
+            arguments = [argument for argument in node.args if not isinstance(argument, (list, tuple))]
+            facts = [self._patterns[source] if a is source else self._operand(a, node) for a in arguments]
+            self._patterns[node] = combined(lambda *f: _evaluate(node, f), *facts)
+
+    def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
+        rank, before = len(shape_of_node(node)), len(shape_of_node(source))
+        arguments = bound_arguments(node)
+        if node.target is aten.slice.Tensor:
+            from_first = arguments["start"] in (None, 0) and arguments["step"] == 1
+            return from_first or arguments["dim"] % rank < rank - 2
+        if node.target is aten.select.int:
+            return bool(arguments["dim"] % before < before - 2)
+        if node.target is aten.unsqueeze.default:
+            return bool(arguments["dim"] % rank < rank - 2)
+        return node.target in (aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default)
+
+    def _oriented(self, operand: fx.Node, user: fx.Node) -> Pieces:
+        """A buffer's pattern as facts of delta, by which of its dimensions its user takes as rows and which as keys."""
+        roles = self._operand_roles(operand, user)
+        keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
+        offsets = self._offset_between(operand, keys_last)
+        if not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS] or offsets is None:
+            return everywhere(UNKNOWN)
+        pattern = self._patterns[operand]
+        if not keys_last:  # column - row of the buffer is minus delta
+            pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
+        return Pieces(tuple(cut + offsets for cut in pattern.cuts), pattern.facts)
+
+    def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
+        """The role of each dimension of an operand, as its user takes it."""
+        roles, signature = self._demand.roles.get(user, {}), self._axes.signatures.get(user)
+        if signature is None:
+            return []
+        letters = signature.operands[tensor_operands(user).index(operand)]
+        return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
+
+    def _offset_between(self, node: fx.Node, keys_last: bool) -> int | None:
+        rank = len(shape_of_node(node))
+        last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
+        keys, rows = (last, before) if keys_last else (before, last)
+        return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         return self._axes.sequence_dims(self._axes.shapes[node])
@@ -186,6 +249,8 @@ class Masks:
             return everywhere(Const(value)) if isinstance(value, (int, float)) else everywhere(UNKNOWN)
         if not is_tensor(operand):
             return everywhere(UNKNOWN)
+        if operand in self._patterns:
+            return self._oriented(operand, user)
         if operand in self._pieces:
             return self._pieces[operand]
         affine = self._affine.get(operand)

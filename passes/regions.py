@@ -12,6 +12,7 @@ Cheap values are computed again in each loop that needs them; products are store
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -50,11 +51,7 @@ def is_loop_value(node: fx.Node, layout: Layout) -> bool:
 
 def producer_of(node: fx.Node) -> fx.Node:
     """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
-    return node.args[0] if not is_tensor(node.args[0]) and node.op == "call_function" and _is_getitem(node) else node  # type: ignore[return-value]
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def operand_needs(node: fx.Node, layout: Layout) -> list[Need]:
@@ -96,6 +93,8 @@ def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], o
             continue
         found.add(node)
         todo.extend(node.all_input_nodes)
+        if "streamfx_draw" in node.meta:
+            todo.append(node.meta["streamfx_draw"][0])
     return sorted(found, key=order.__getitem__)
 
 

@@ -122,7 +122,13 @@ class _Cutter:
         change = [0] * (len(nodes) + 1)
         free = set(free)
         for node in nodes:
-            if not is_tensor(node) or not self.is_streamed(node):
+            if not is_tensor(node):  # a tuple must not be cut from its parts
+                parts = [position[user] for user in node.users if user.target is operator.getitem and user in position]
+                if parts:
+                    change[position[node]] += UNCUTTABLE
+                    change[max(parts)] -= UNCUTTABLE
+                continue
+            if not self.is_streamed(node):
                 continue
             last = max((position[user] for user in node.users if user in position), default=position[node])
             if last > position[node]:

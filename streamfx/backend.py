@@ -9,12 +9,14 @@ from typing import Any
 from torch import fx
 
 from streamfx.capture import captured
+from streamfx.constants import WatchedInput, watched_inputs
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
+from streamfx.ir.pieces import Pieces
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import aot_autograd, default_partition, keep_saved_tensors
+from streamfx.torch_private import aot_autograd, default_partition, is_held_by_model, keep_saved_tensors
 
 
 def streambp(
@@ -31,8 +33,16 @@ class Compilation:
     module: fx.GraphModule
     options: Options
     facts: list[Facts] = field(default_factory=list)
+    num_inputs: int = 0
+    watched: list[WatchedInput] = field(default_factory=list)
+    reads_inputs: bool = True
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        inputs = list(example_inputs)
+        if self.reads_inputs:
+            held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
+            self.watched = watched_inputs(inputs, held)
+        self.num_inputs = len(inputs)
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
@@ -40,7 +50,20 @@ class Compilation:
             partition_fn=self.partition,
             decompositions={},
         )
-        return compiler(self.module, list(example_inputs))
+        compiled = compiler(self.module, inputs)
+        if not self.watched:
+            return compiled
+        return Guarded(compiled, self.watched, self._without_patterns)
+
+    def _without_patterns(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The same graph, compiled without relying on what any input holds."""
+        return Compilation(self.module, self.options, self.facts, reads_inputs=False).compile(inputs)
+
+    def patterns(self, num_primals: int) -> dict[int, Pieces]:
+        """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
+        if self.num_inputs != num_primals:
+            return {}
+        return {item.position: item.pattern for item in self.watched}
 
     def partition(
         self,
@@ -64,7 +87,8 @@ class Compilation:
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
-        facts = captured(joint, len(joint_inputs[0]), num_fwd_outputs, static_lifetime_input_indices or ())
+        count = len(joint_inputs[0])
+        facts = captured(joint, count, num_fwd_outputs, static_lifetime_input_indices or (), self.patterns(count))
         facts = self.analysed(facts)
         if facts.program is None:
             return plain()
@@ -90,7 +114,7 @@ class Compilation:
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
-        facts = self.analysed(captured(module, len(inputs), len(_outputs(module))))
+        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), (), self.patterns(len(inputs))))
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
 
@@ -99,3 +123,21 @@ def _outputs(module: fx.GraphModule) -> Sequence[Any]:
     return results if isinstance(results, (tuple, list)) else (results,)
 
 
+class Guarded:
+    """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        watched: Sequence[WatchedInput],
+        otherwise: Callable[[Sequence[Any]], Callable[..., Any]],
+    ) -> None:
+        self._compiled, self._watched, self._otherwise = compiled, watched, otherwise
+        self._general: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if all(item.still_holds(inputs[item.position]) for item in self._watched):
+            return self._compiled(*inputs)
+        if self._general is None:
+            self._general = self._otherwise(inputs)
+        return self._general(*inputs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor, joint_graph
+from streamfx.ir.joint import joint_graph
 from streamfx.ir.pieces import Pieces
 
 
@@ -36,7 +35,7 @@ def captured(
         if position < len(joint.primals):
             joint.primals[position].meta["streamfx_static_address"] = True
     for position, pieces in (known_masks or {}).items():
-        joint.primals[position].meta["streamfx_pieces"] = pieces
-    return Facts(replace(joint))
+        joint.primals[position].meta["streamfx_pattern"] = pieces
+    return Facts(joint)
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 
-__all__ = ["aot_autograd", "default_partition", "keep_saved_tensors", "placeholder_source"]
+__all__ = ["aot_autograd", "default_partition", "is_held_by_model", "keep_saved_tensors", "placeholder_source"]
 
 
 def keep_saved_tensors() -> None:
@@ -30,6 +30,12 @@ def placeholder_source(node: fx.Node) -> str:
     source = getattr(argument, "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
+
+
+def is_held_by_model(node: fx.Node) -> bool:
+    """Whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
+    source = placeholder_source(node)
+    return source.startswith("G[") or "._buffers[" in source or "._modules[" in source or source.startswith("L['self'].")
 
 
 def register_logger(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from streamfx.ir.signature import LetterDim, LetterShape
 from streamfx.passes.rules.registry import Call, Signature, rule
 
 aten = torch.ops.aten
@@ -11,24 +12,31 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 
-@rule(aten.nll_loss_forward.default)
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(call: Call) -> Signature | None:
-    """(log-probabilities [n, v], labels [n], weight [v]?) to (loss, total weight)."""
+    """(log-probabilities [n, v, ...], labels [n, ...], weight [v]?) to (loss, total weight)."""
     reduction = call.arguments()["reduction"]
-    if len(call.shapes[0]) != 2:
+    if len(call.shapes[0]) < 2:
         return None
-    n, v = (0,), (1,)
+    scores, labels, v = _score_letters(len(call.shapes[0]))
     weight = ((v,),) * (len(call.operands) - 2)
-    whole = frozenset(v) | (frozenset(n) if reduction == MEAN else frozenset())
-    return Signature(((n, v), (n,), *weight), ((n,) if reduction == NONE else (), ()), whole=whole)
+    rows = frozenset(letter for dim in labels for letter in dim)
+    whole = frozenset(v) | (rows if reduction == MEAN else frozenset())
+    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), whole=whole)
 
 
-@rule(aten.nll_loss_backward.default)
+@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(call: Call) -> Signature | None:
-    """(gradient, log-probabilities [n, v], labels [n], weight [v]?, total weight) to [n, v]."""
-    if len(call.shapes[1]) != 2:
+    """(gradient, log-probabilities [n, v, ...], labels [n, ...], weight [v]?, total weight) to [n, v, ...]."""
+    if len(call.shapes[1]) < 2:
         return None
-    n, v = (0,), (1,)
-    gradient = ((n,),) if call.shapes[0] else ((),)
+    scores, labels, v = _score_letters(len(call.shapes[1]))
+    gradient = labels if call.shapes[0] else ()
     weight = ((v,),) * (len(call.operands) - 4)
-    return Signature((*gradient, (n, v), (n,), *weight, ()), ((n, v),), whole=frozenset(v))
+    return Signature((gradient, scores, labels, *weight, ()), (scores,), whole=frozenset(v))
+
+
+def _score_letters(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:
+    """Letters of scores [n, v, ...], of labels [n, ...], and of v."""
+    labels = ((0,), *((i,) for i in range(2, rank)))
+    return ((0,), (1,), *((i,) for i in range(2, rank))), labels, (1,)

@@ -1,0 +1,83 @@
+"""Inputs that hold a mask: buffers whose values are read once, as a pattern of rows and keys, and watched from then on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from streamfx.ir.pieces import ORDINARY, UNKNOWN, Const, Fact, Pieces, joined
+
+MOST_PIECES = 16
+
+
+def pattern_of(tensor: Tensor) -> Pieces | None:
+    """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
+
+    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or tensor.dim() < 2:
+        return None
+    n = tensor.shape[-1]
+    if tensor.shape[-2] != n or n < 2 or tensor.is_complex() or type(tensor) not in (Tensor, torch.nn.Buffer):
+        return None
+    values = tensor.detach().reshape(-1, n, n)
+    same_everywhere = bool((values == values[:1]).all())
+    if same_everywhere and bool((values[0, 1:, 1:] == values[0, :-1, :-1]).all()):
+        return _toeplitz(values[0])
+    above = _constant_above(values, 1)
+    below = _constant_above(values.transpose(1, 2), 1)
+    if above is None and below is None:
+        return None
+    inside: Fact = ORDINARY if bool(values.isfinite().all()) else UNKNOWN
+    return joined((0, 1), (below or inside, UNKNOWN, above or inside))
+
+
+def _toeplitz(values: Tensor) -> Pieces | None:
+    along = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
+    first = -(values.shape[0] - 1)
+    cuts = [first + i for i in range(1, len(along)) if along[i] != along[i - 1]]
+    if len(cuts) >= MOST_PIECES:
+        return None
+    return joined(cuts, [Const(along[0]), *(Const(along[cut - first]) for cut in cuts)])
+
+
+def _constant_above(values: Tensor, diagonal: int) -> Fact | None:
+    n = values.shape[-1]
+    above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
+    first = values[0, 0, n - 1]
+    return Const(first.item()) if bool((values == first).logical_or_(~above).all()) else None
+
+
+@dataclass
+class WatchedInput:
+    """One input whose values were read: where it stands, which tensor it was, and what was found."""
+
+    position: int
+    tensor: weakref.ref[Tensor]
+    version: int
+    pattern: Pieces
+
+    def still_holds(self, tensor: Any) -> bool:
+        """Whether the input still has the pattern; reads it again only if it is another tensor or was written to."""
+        if tensor is self.tensor() and tensor._version == self.version:
+            return True
+        if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
+            return False
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        return True
+
+
+def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
+    """The inputs that hold a mask, among those that belong to the model (`held`) rather than to its caller."""
+    watched = []
+    for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
+        pattern = pattern_of(tensor) if belongs and isinstance(tensor, Tensor) else None
+        if pattern is not None:
+            watched.append(WatchedInput(position, weakref.ref(tensor), tensor._version, pattern))
+    return watched
