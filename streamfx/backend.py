@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,17 @@ from streamfx.constants import WatchedInput, watched_inputs
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.pieces import Pieces
+from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import aot_autograd, default_partition, is_held_by_model, keep_saved_tensors
+
+
+INTERNAL = (
+    "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
+    "Please report this; strict=True raises the error instead."
+)
 
 
 def streambp(
@@ -95,7 +103,15 @@ class Compilation:
         return facts.program.forward, facts.program.backward
 
     def analysed(self, facts: Facts) -> Facts:
-        facts = run_pipeline(facts, self.options)
+        """The facts after all passes; without a program where the graph is to run as it stood."""
+        joint = facts.joint
+        try:
+            facts = run_pipeline(facts, self.options)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning(INTERNAL, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            facts = Facts(joint, notes={"failed": f"{type(error).__name__}: {error}"})
         self.facts.append(facts)
         if self.options.strict and (reasons := facts.reasons()):
             raise NotStreamed(
