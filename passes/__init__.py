@@ -42,9 +42,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
     )
 
 
-def run_pipeline(
-    facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None
-) -> Facts:
+def run_pipeline(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
     """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten."""
     for step in pipeline(options):
         facts = step.apply(facts)

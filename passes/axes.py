@@ -22,6 +22,7 @@ from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, product, shape_of
+from streamfx.passes.linear import is_random
 from streamfx.passes.rules.registry import Call, rule_for
 
 
@@ -101,7 +102,7 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """
     static = {node for node in joint.primals if not is_tensor(node) or _is_static_input(node)}
     for node in joint.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node):
             continue
         if all(source in static for source in node.all_input_nodes):
             static.add(node)
@@ -165,7 +166,7 @@ def _hint(size: Size) -> int:
     """A number for ranking only."""
     if isinstance(size, int):
         return size
-    return int(size.subs({symbol: 1024 for symbol in size.free_symbols}))
+    return int(size.subs(dict.fromkeys(size.free_symbols, 1024)))
 
 
 def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:

@@ -31,13 +31,13 @@ from streamfx.ir.program import (
     Selector,
     Shifted,
     Stacked,
-    Summed,
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.passes.linear import is_random
 from streamfx.passes.regions import LoopContent, is_loop_value, producer_of
 from streamfx.runtime import buffers as buffer_ops
+from streamfx.runtime import sums
 from streamfx.runtime.rng import replay
 from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
 
@@ -84,7 +84,9 @@ class BodyBuilder:
     `outer` maps values that exist between loops to nodes of the outer graph; they are fed in parts.
     """
 
-    def __init__(self, layout: Layout, outer: Callable[[fx.Node], fx.Node | None], order: dict[fx.Node, int], reverse: bool) -> None:
+    def __init__(
+        self, layout: Layout, outer: Callable[[fx.Node], fx.Node | None], order: dict[fx.Node, int], reverse: bool
+    ) -> None:
         assert layout.axes.sequence is not None
         self.layout, self.outer, self.order, self.reverse = layout, outer, order, reverse
         self.length = layout.axes.sequence.length
@@ -106,7 +108,11 @@ class BodyBuilder:
     def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
         key = (feed, source)
         if key not in self.placeholders:
-            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
+            point = (
+                self.graph.inserting_after(self.anchor)
+                if self.anchor
+                else self.graph.inserting_before(self.graph._root.next)
+            )
             with point:
                 made = self.graph.placeholder(name)
             made.target = made.name  # the namespace has made it unique
@@ -131,6 +137,7 @@ class BodyBuilder:
         return self.feed(f"{value.name}{suffix}", Part(taken) if taken else Same(), source)
 
     def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
+        """Rows of one of the loop's buffers."""
         self._note_symbols([(placement, selector)])
         return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
 
@@ -179,7 +186,9 @@ class BodyBuilder:
 
     def _name(self, node: fx.Node, made: Any) -> None:
         if isinstance(made, fx.Node):
-            made.meta.update({k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")})
+            made.meta.update(
+                {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")}
+            )
             made.meta["joint"] = node.name
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
@@ -248,11 +257,22 @@ class BodyBuilder:
         return self.deposits[operand]
 
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
-        (placement,) = self.layout.placements(value)
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
-        self.buffers.append(Buffer(value.name, shape, dtype, placement, zeroed))
+        self.buffers.append(Buffer(value.name, shape, dtype, zeroed))
         return len(self.buffers) - 1
+
+    def accumulate(self, node: fx.Node) -> Kept:
+        """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
+        producer, dtype = producer_of(node), node.meta["val"].dtype
+        index = self._new_buffer(node, accumulation_type(dtype), zeroed=True)
+        total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
+        adder = ADDERS.get(node.target)
+        function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))
+        self.graph.call_function(function, (total, *arguments))
+        count = mean_count(producer, self.layout)
+        self.symbols |= free_symbols([count])
+        return Kept(index, dtype, count)
 
     def _selected_shape(self, value: fx.Node, placement: Placement, selector: Selector) -> list[Any]:
         """The shape of a value with a single sequence dimension when only some rows are taken."""
@@ -291,14 +311,21 @@ class BodyBuilder:
     ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """The loop, the outer nodes that it takes, and the values that it leaves."""
         by_order = self.order.__getitem__
-        leaves = sorted(content.stacked | content.summed, key=by_order)
+        stacked, summed, key_sums = (
+            sorted(nodes, key=by_order) for nodes in (content.stacked, content.summed, content.key_sums)
+        )
+        kept: dict[fx.Node, Kept] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=by_order):
-            self._compute_in_order(node)
-        kept = sorted(content.key_sums, key=by_order)
-        outputs = [self.value(node) for node in leaves]
-        yields: list[Yield] = [self._yield(node) for node in leaves]
-        for node in kept:
-            yields.append(Kept(self.deposit(node)[0], node.meta["val"].dtype))
+            if node in content.summed:
+                self._compute_in_order(*(need.operand for need in self.layout.needs(producer_of(node))))
+                kept[node] = self.accumulate(node)
+            else:
+                self._compute_in_order(node)
+        outputs = [self.value(node) for node in stacked]
+        for node in key_sums:
+            kept[node] = Kept(self.deposit(node)[0], node.meta["val"].dtype)
+        yields: list[Yield] = [*(self._stacked(node) for node in stacked), *kept.values()]
+        leaves = [*stacked, *kept]
         self.graph.output(tuple(outputs))
         body = fx.GraphModule(torch.nn.Module(), self.graph)
         self.symbols |= free_symbols([self.length])
@@ -321,14 +348,14 @@ class BodyBuilder:
             reverse=self.reverse,
             chunk_size=chunk_size,
             device=device,
-            labels=tuple(node.name for node in (*leaves, *kept)),
+            labels=tuple(node.name for node in leaves),
         )
-        return spec, sources, [*leaves, *kept]
+        return spec, sources, leaves
 
-    def _compute_in_order(self, root: fx.Node) -> None:
-        """Write all that `root` needs in program order (no recursion: bodies may be thousands of operators deep)."""
+    def _compute_in_order(self, *roots: fx.Node) -> None:
+        """Write all that `roots` need in program order (no recursion: bodies may be thousands of operators deep)."""
         found: set[fx.Node] = set()
-        todo = [root]
+        todo = list(roots)
         while todo:
             node = todo.pop()
             if node in found or node in self.made or self.outer(node) is not None:
@@ -340,17 +367,12 @@ class BodyBuilder:
             if is_loop_value(node, self.layout) and not self.layout.is_made_to_measure(node):
                 self.value(node)
 
-    def _yield(self, node: fx.Node) -> Yield:
-        dtype = node.meta["val"].dtype
-        if self.layout.demand.form(node) is Form.SUM:
-            count = mean_count(producer_of(node), self.layout)
-            self.symbols |= free_symbols([count])
-            return Summed(dtype, accumulation_type(dtype), count)
+    def _stacked(self, node: fx.Node) -> Stacked:
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
         self._note_symbols([(placement, None)])
-        return Stacked(shape, dtype, placement)
+        return Stacked(shape, node.meta["val"].dtype, placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
         producer = producer_of(node)
@@ -372,6 +394,21 @@ def mean_count(node: fx.Node, layout: Layout) -> Size:
         return 1
     table = layout.axes.table
     return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
+
+
+def _mm_adder(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return (sums.add_mm if node.target is aten.mm.default else sums.add_bmm), tuple(builder.operands(node))
+
+
+def _look_up_adder(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return sums.add_looked_up, (*builder.operands(node), node.args[3])
+
+
+ADDERS: dict[Any, Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]] = {
+    aten.mm.default: _mm_adder,
+    aten.bmm.default: _mm_adder,
+    aten.embedding_dense_backward.default: _look_up_adder,
+}
 
 
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:

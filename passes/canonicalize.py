@@ -25,6 +25,18 @@ from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
+MAKES_AXES = frozenset(
+    {
+        aten.expand.default,
+        aten.repeat.default,
+        aten.slice.Tensor,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+        aten.constant_pad_nd.default,
+        aten.cat.default,
+        aten.stack.default,
+    }
+)
 Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
 
 
@@ -48,13 +60,20 @@ def canonicalize(graph: fx.Graph) -> None:
             continue
         simplifier = SIMPLIFIERS.get(node.target)
         replacement = simplifier(node, writer.before(node)) if simplifier is not None else None
-        if replacement is None and not is_random(node):
+        if replacement is None and not is_random(node) and not makes_axes(node):
             replacement = known.setdefault(_key(node), node)
         if replacement is not None and replacement is not node:
             _replace(node, replacement)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
+
+
+def makes_axes(node: fx.Node) -> bool:
+    """Whether a result has dimensions that no operand has: `arange(n)` for the batch and for the sequence may look alike where
+    both have n rows, but making one of them would make their axes one.
+    """
+    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
 
 
 def _number_random_operators(graph: fx.Graph) -> None:

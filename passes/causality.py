@@ -15,14 +15,15 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, Form, Role, Span
 from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
-from streamfx.ir.pieces import UNKNOWN, Const, Fact, Ordinary, Pieces, everywhere
+from streamfx.ir.pieces import Const, Fact, Ordinary, Pieces
+from streamfx.ir.signature import Signature
 from streamfx.passes.masks import Masks, is_minus_infinity
 
 aten = torch.ops.aten
@@ -34,12 +35,18 @@ class Causality:
 
     def apply(self, facts: Facts) -> Facts:
         assert facts.axes is not None and facts.demand is not None
-        return replace(facts, causality=_spans(facts.joint, facts.axes, facts.demand))
+        causality = _spans(facts.joint, facts.axes, facts.demand)
+        signatures = dict(facts.axes.signatures)
+        for node in causality.exact:
+            signatures[node] = _without_mask(node, signatures[node])
+        return replace(facts, axes=replace(facts.axes, signatures=signatures), causality=causality)
 
 
 def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> CausalityFacts:
     masks = Masks(joint, axes, demand)
-    pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
+    pairs = [
+        node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)
+    ]
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
@@ -57,6 +64,14 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> Causality
             if signature.keys and _is_exact(node, masks, span):
                 exact.add(node)
     return CausalityFacts(spans, verdicts, frozenset(exact))
+
+
+def _without_mask(node: fx.Node, signature: Signature) -> Signature:
+    """Drop a mask that hides exactly what lies outside of the span: the loop shows the operator nothing else."""
+    if bound_arguments(node).get("attn_mask") is None:
+        return signature
+    node.update_kwarg("attn_mask", None)
+    return replace(signature, operands=signature.operands[:-1])
 
 
 def verdict(span: Span) -> str:
@@ -115,9 +130,7 @@ def _hull(bounds: list[tuple[int | None, int | None]]) -> Span:
     return Span(low, high)
 
 
-def _support(
-    node: fx.Node, masks: Masks, axes: AxisFacts, demand: DemandFacts
-) -> tuple[int | None, int | None] | None:
+def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: DemandFacts) -> tuple[int | None, int | None] | None:
     """The interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a pair."""
     signature, roles = axes.signatures[node], demand.roles[node]
     if signature.keys:
@@ -185,9 +198,3 @@ def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0
     return all(visible[first : last + 1])
-
-
-def attention_kind(node: fx.Node, facts: CausalityFacts) -> str:
-    return facts.verdicts.get(node, "whole")
-
-

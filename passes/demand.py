@@ -98,7 +98,9 @@ class _Analysis:
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
         """How many sequence dimensions the operator deals with at once; a shifted letter is the same one again."""
-        return len(letters) - sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
+        return len(letters) - sum(
+            letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters
+        )
 
     # -- rows or keys
 
@@ -192,9 +194,7 @@ class _Analysis:
         dims = self.axes.sequence_dims(shape)
         table = self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
-        inner = product(
-            table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom)
-        )
+        inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
         width = product((others, inner))
         return len(dims) <= 1 and isinstance(width, int) and width <= NARROW
 
@@ -217,10 +217,16 @@ class _Analysis:
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
-        return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
+        return any(
+            sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape
+        )
 
     def _roles_of(
-        self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
+        self,
+        node: fx.Node,
+        signature: Signature,
+        letters: list[Letter],
+        orientation: dict[tuple[fx.Node, Letter], Role],
     ) -> dict[Letter, Role]:
         roles: dict[Letter, Role] = {}
         for letter in letters:

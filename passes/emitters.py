@@ -63,7 +63,9 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
         if roles.get(letter) is Role.ROWS:
             return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
         if roles.get(letter) is Role.KEYS:
-            return first_in_span(builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked))
+            return first_in_span(
+                builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked)
+            )
     return 0
 
 
@@ -83,9 +85,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if is_chunk:
         start = low - first_in_chunk(own, length)
         stop = builder.number(start + count)
-        operand = builder.graph.call_function(
-            aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop)
-        )
+        operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
     before = low - first_in_chunk(selector.rows, length) - selector.by
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
@@ -126,7 +126,7 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
     layout = builder.layout
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
-    if node in layout.causality.exact and (span.low is not None or span.high is not None):
+    if node in layout.causality.exact:
         return None, _distance(builder, node), (span.low, span.high)
     if is_causal:  # a mask on top of the causal flag
         return (mask[0] if mask else None), _distance(builder, node), (None, 0)

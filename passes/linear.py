@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import tensor_operands
+from streamfx.ir.joint import bound_arguments, tensor_operands
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -87,7 +87,12 @@ def is_moved_elements(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a second run would give something else."""
-    return node.target is draw_seed or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if node.target is draw_seed:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = bound_arguments(node)
+    return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
 
 
 def is_expensive(node: fx.Node) -> bool:

@@ -70,7 +70,9 @@ def _is_linear(node: fx.Node, driven: set[fx.Node]) -> bool:
     if node.target in MOVES_ELEMENTS:
         return True
     if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default):
-        return len(positions) == len(operands) and all(is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node))
+        return len(positions) == len(operands) and all(
+            is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node)
+        )
     if node.target is aten.where.self:
         return positions == [1, 2] or (0 not in positions and _others_are_zero(operands, positions))
     if node.target is aten._to_copy.default:
@@ -119,12 +121,14 @@ def _moved(facts: Facts, tangent: fx.Node) -> Facts:
     for node in (n for n in stage.gradients if is_tensor(n)):
         product = writer.before(point).call(aten.mul.Tensor, node, tangent)
         node.replace_all_uses_with(
-            product, delete_user_cb=lambda user, own=product: user not in inside and user is not own, propagate_meta=False  # type: ignore[misc]
+            product,
+            delete_user_cb=lambda user, own=product: user not in inside and user is not own,
+            propagate_meta=False,  # type: ignore[misc]
         )
         letters: LetterShape = tuple((i,) for i in range(len(facts.axes.shapes[node])))
         axes.add(product, Signature((letters, ()), (letters,)), dict(enumerate(facts.axes.shapes[node])))
         dims = facts.axes.sequence_dims(facts.axes.shapes[node])
-        demand.add(product, {dim: Role.ROWS for dim in dims}, Form.ROWS if dims else Form.SCALAR)
+        demand.add(product, dict.fromkeys(dims, Role.ROWS), Form.ROWS if dims else Form.SCALAR)
         scaled.append(product)
     return _facts_after(facts, axes.facts, demand.facts, one, scaled, point)
 
@@ -137,7 +141,9 @@ def _facts_after(
     if len(stages) > 1:
         previous = replace(stages[-2], backward=(*scaled, *stages[-2].backward))
         gradients = {gradient for gradient in facts.joint.graph.output_node().args[0] if isinstance(gradient, fx.Node)}  # type: ignore[union-attr]
-        left = tuple(node for node in scaled if node in gradients or any(u not in previous.backward for u in node.users))
+        left = tuple(
+            node for node in scaled if node in gradients or any(u not in previous.backward for u in node.users)
+        )
         stages = (*stages[:-2], replace(previous, gradients=tuple(dict.fromkeys((*left, *previous.gradients)))), last)
     else:
         stages = (last,)

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.facts import AxisFacts, DemandFacts, Form, Role
-from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.facts import AxisFacts, DemandFacts, Role
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    is_size,
+    is_tensor,
+    shape_of_node,
+    tensor_operands,
+)
 from streamfx.ir.pieces import (
     ORDINARY,
     UNKNOWN,
@@ -23,7 +30,6 @@ from streamfx.ir.pieces import (
     combined,
     compare_slope,
     everywhere,
-    joined,
 )
 from streamfx.ir.sizes import size_of
 from streamfx.passes.linear import CONTRACTIONS
@@ -150,7 +156,9 @@ class Masks:
             return self._of_result(node)
         if target in MOVES:
             source = node.args[0]
-            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)  # type: ignore[arg-type]
+            return (
+                self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)
+            )  # type: ignore[arg-type]
         if target in PRODUCES_ORDINARY:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
@@ -216,7 +224,7 @@ class Masks:
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._offset_between(operand, keys_last)
-        if not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS] or offsets is None:
+        if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
             return everywhere(UNKNOWN)
         pattern = self._patterns[operand]
         if not keys_last:  # column - row of the buffer is minus delta
@@ -367,9 +375,11 @@ def _computed_nodes(joint: JointGraph) -> set[fx.Node]:
     """Values that a product or a look-up went into: activations, as opposed to masks made from inputs."""
     computed: set[fx.Node] = set()
     for node in joint.nodes:
-        if node.target in CONTRACTIONS or node.target is aten.embedding.default:
-            computed.add(node)
-        elif any(source in computed for source in node.all_input_nodes):
+        if (
+            node.target in CONTRACTIONS
+            or node.target is aten.embedding.default
+            or any(source in computed for source in node.all_input_nodes)
+        ):
             computed.add(node)
     return computed
 
@@ -418,7 +428,11 @@ def _ordinary(target: Any, facts: tuple[Fact, ...], dtype: torch.dtype, scaled: 
     huge = [fact for fact in facts if isinstance(fact, Const) and fact.value <= swamps]
     if huge:
         is_sum = target in (aten.add.Tensor, aten.add.Scalar) and not scaled
-        return Const(float("-inf") if huge[0].value == float("-inf") else min(huge[0].value, SWAMPS)) if is_sum else UNKNOWN
+        return (
+            Const(float("-inf") if huge[0].value == float("-inf") else min(huge[0].value, SWAMPS))
+            if is_sum
+            else UNKNOWN
+        )
     divided_by_zero = target in (aten.div.Tensor, aten.div.Scalar) and _zero(facts[-1])
     if all(isinstance(fact, (Ordinary, Const)) for fact in facts) and not divided_by_zero:
         return ORDINARY

@@ -116,4 +116,3 @@ class OuterBuilder:
             made = self.graph.call_function(operator.getitem, (call, position))
             made.meta = {"val": node.meta["val"], "joint": node.name}
             self.env[node] = made
-

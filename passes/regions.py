@@ -83,7 +83,9 @@ def place(
     return Region(tuple(nodes), level, tuple(loops[i] for i in range(count)), reverse)
 
 
-def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]) -> list[fx.Node]:
+def _closure(
+    outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]
+) -> list[fx.Node]:
     """Values (not sizes) between `available` ones and the outputs, in program order."""
     found: set[fx.Node] = set()
     todo = list(outputs)
@@ -142,7 +144,7 @@ def is_met_in_same_loop(need: Need, layout: Layout, reverse: bool) -> bool:
     form = layout.demand.form(need.operand)
     if form is Form.PAIR:
         return Role.WHOLE not in need.roles
-    if form is Form.SUM or need.roles != {Role.ROWS} and need.roles != {Role.KEYS}:
+    if form is Form.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
         return False
     if form is Form.KEYSUM:
         span = layout.span(producer_of(need.operand))

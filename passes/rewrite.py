@@ -24,6 +24,7 @@ from streamfx.ir.stage import Stage
 from streamfx.passes.linear import is_expensive, is_random
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import is_loop_value, place, producer_of
+from streamfx.passes.reuse import reuse_buffers
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ class _Rewriter:
         results = [self._output(forward, output) for output in self.joint.outputs]
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
             forward.graph.output(tuple(results))
-            return Program(fx.GraphModule(forward.module, forward.graph), None, (), tuple(forward.loops))
+            return Program(_finished(forward), None, (), tuple(forward.loops))
         backward = _BackwardBuilder(self, forward)
         for stage in reversed(self.stages):
             wanted = [node for node in stage.gradients if is_tensor(node)]
@@ -65,12 +66,8 @@ class _Rewriter:
         gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
         saved, numbers = backward.finish(gradients)
         forward.graph.output((*results, *saved, *numbers))
-        return Program(
-            fx.GraphModule(forward.module, forward.graph),
-            fx.GraphModule(backward.module, backward.graph),
-            tuple(saved),
-            (*forward.loops, *backward.loops),
-        )
+        loops = (*forward.loops, *backward.loops)
+        return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
     def chunk_size(self, stage: Stage) -> int:
         return self.facts.plan.chunk_sizes[self.stages.index(stage)]
@@ -102,6 +99,12 @@ class _Rewriter:
         if not isinstance(output, fx.Node):
             return output
         return outer.number(size_of(output.meta["val"])) if is_size(output) else outer.operand(output)
+
+
+def _finished(builder: OuterBuilder) -> fx.GraphModule:
+    module = fx.GraphModule(builder.module, builder.graph)
+    reuse_buffers(module)
+    return module
 
 
 class _BackwardBuilder(OuterBuilder):
@@ -152,7 +155,10 @@ class _BackwardBuilder(OuterBuilder):
             self.layout.demand.form(node) is Form.SCALAR
             and not is_expensive(node)
             and not is_random(producer)
-            and all(source.op == "placeholder" or is_size(source) or self._is_made_again(source) for source in producer.all_input_nodes)
+            and all(
+                source.op == "placeholder" or is_size(source) or self._is_made_again(source)
+                for source in producer.all_input_nodes
+            )
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -191,5 +197,3 @@ def _device(joint: JointGraph) -> torch.device:
 
 def _identifier(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "stage"
-
-

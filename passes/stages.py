@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.stage import Stage, StageFacts
@@ -178,9 +178,7 @@ class _Cutter:
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in zip(bounds, bounds[1:], strict=False)][::-1]
 
-    def crossing_backward(
-        self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int
-    ) -> list[fx.Node]:
+    def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Values of a backward stretch that later stretches or the caller use."""
         gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
         return [
@@ -193,6 +191,4 @@ class _Cutter:
 
 def numeric(size: Size) -> int:
     """A number for comparing costs only."""
-    return size if isinstance(size, int) else int(size.subs({symbol: 1024 for symbol in size.free_symbols}))
-
-
+    return size if isinstance(size, int) else int(size.subs(dict.fromkeys(size.free_symbols, 1024)))

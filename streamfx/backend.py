@@ -20,7 +20,6 @@ from streamfx.passes import run_pipeline
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import aot_autograd, default_partition, is_held_by_model, keep_saved_tensors
 
-
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
     "Please report this; strict=True raises the error instead."

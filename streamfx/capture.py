@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -37,5 +36,3 @@ def captured(
     for position, pieces in (known_masks or {}).items():
         joint.primals[position].meta["streamfx_pattern"] = pieces
     return Facts(joint)
-
-

@@ -35,7 +35,9 @@ def placeholder_source(node: fx.Node) -> str:
 def is_held_by_model(node: fx.Node) -> bool:
     """Whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
     source = placeholder_source(node)
-    return source.startswith("G[") or "._buffers[" in source or "._modules[" in source or source.startswith("L['self'].")
+    return (
+        source.startswith("G[") or "._buffers[" in source or "._modules[" in source or source.startswith("L['self'].")
+    )
 
 
 def register_logger(name: str) -> None:

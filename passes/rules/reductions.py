@@ -166,5 +166,3 @@ def group_norm(call: Call) -> Signature | None:
     statistics = (letters[0], group)
     whole = frozenset({*range(1, len(letters)), group[0]})
     return Signature((letters, *affine), (letters, statistics, statistics), whole=whole)
-
-

@@ -80,7 +80,13 @@ class Layout:
             where: list[tuple[Placement, Role, Selector]] = []
             for position in self.axes.sequence_dims(self.axes.shapes[operand]):
                 letter = next(letter for letter in letters[position] if letter in roles)
-                where.append((self.placement(operand, position), roles[letter], self._selector(node, letter, roles[letter], asked)))
+                where.append(
+                    (
+                        self.placement(operand, position),
+                        roles[letter],
+                        self._selector(node, letter, roles[letter], asked),
+                    )
+                )
             yield Need(operand, tuple(where))
 
     def _selector(self, node: fx.Node, letter: int, role: Role, asked: Span | None) -> Selector:

@@ -81,50 +81,42 @@ Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey"
 
 @dataclass(frozen=True)
 class Buffer:
-    """Rows kept for the whole loop: keys and values that later queries see, or sums of their cotangents."""
+    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum."""
 
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
-    placement: Placement
     zeroed: bool
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """A result whose chunks are put side by side."""
+    """A result whose chunks are put side by side; `reuse` is an argument that may be overwritten with it, row by row."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
     placement: Placement
-
-
-@dataclass(frozen=True)
-class Summed:
-    """A result whose chunks are added up, in `accumulate`; divided by `count` in the end where it is a mean."""
-
-    dtype: torch.dtype
-    accumulate: torch.dtype
-    count: Size = 1
+    reuse: int | None = None
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A buffer that outlives the loop, in the type of the value it holds."""
+    """A buffer that outlives the loop, in the type of the value it holds; divided by `count` where it is a mean."""
 
     buffer: int
     dtype: torch.dtype
+    count: Size = 1
 
 
-Yield: TypeAlias = "Stacked | Summed | Kept"
+Yield: TypeAlias = "Stacked | Kept"
 
 
 @dataclass(frozen=True)
 class LoopSpec:
     """One loop over chunks. `feeds` follow the body's placeholders, `sources` say which argument of the loop each takes.
 
-    Arguments of a loop are first the numbers for `symbols`, then tensors. `yields` follow the body's outputs, except for
-    kept buffers, which come last and have no output.
+    Arguments of a loop are first the numbers for `symbols`, then tensors. `yields` are the loop's results: first those that
+    are stacked from the body's outputs, in order, then buffers.
     """
 
     name: str

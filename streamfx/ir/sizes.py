@@ -35,9 +35,11 @@ def quotient(whole: Size, part: Size) -> Size | None:
         return whole // part if part and whole % part == 0 else None
     ratio = sympy.cancel(whole / part)
     numerator, denominator = sympy.fraction(ratio)
-    return simplified(numerator) if denominator == 1 and not numerator.atoms(sympy.Rational) - numerator.atoms(
-        sympy.Integer
-    ) else None
+    return (
+        simplified(numerator)
+        if denominator == 1 and not numerator.atoms(sympy.Rational) - numerator.atoms(sympy.Integer)
+        else None
+    )
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.ir.facts import Span
-from streamfx.ir.program import BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Summed
+from streamfx.ir.program import BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
 from streamfx.ir.sizes import Size
 from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds, span_bounds
@@ -38,19 +38,19 @@ class Loop(nn.Module):
         tensors = arguments[len(spec.symbols) :]
         length = self.size(spec.length, env)
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
-        results: list[Any] = [None] * len(spec.yields)
-        produced = [i for i, item in enumerate(spec.yields) if not isinstance(item, Kept)]
+        stacked = [item for item in spec.yields if isinstance(item, Stacked)]
+        results = [self._result(item, tensors, env) for item in stacked]
         for number, (start, stop) in enumerate(self.chunks(length)):
             env.update(start=start, stop=stop)
             feeds = list(self._feeds(env, tensors, buffers, length, number))
             made = self.body(*feeds)
             del feeds
-            for position, value in zip(produced, made, strict=True):
-                results[position] = self._collect(spec.yields[position], results[position], value, env, length)
-            del made, value
-        for position, item in enumerate(spec.yields):
-            results[position] = self._finish(item, results[position], buffers, env)
-        return tuple(results)
+            for item, result, rows in zip(stacked, results, made, strict=True):
+                own = self._part(result, ((item.placement, None),), env, length, rows_view)
+                own.copy_(rows.reshape(own.shape))
+            made = rows = None
+        kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
+        return (*results, *kept)
 
     def size(self, size: Size, env: Env) -> int:
         if isinstance(size, int):
@@ -109,27 +109,14 @@ class Loop(nn.Module):
         other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
         return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows)
 
-    # -- after a chunk
+    # -- results
 
-    def _collect(self, item: Any, result: Any, value: Tensor, env: Env, length: int) -> Any:
-        if isinstance(item, Summed):
-            if result is None:
-                return value.to(item.accumulate, copy=True)
-            return result.add_(value)
-        placement = item.placement
-        if result is None:
-            result = self._new_buffer(item.shape, item.dtype, env, zeroed=False)
-        own = self._part(result, ((placement, None),), env, length, rows_view)
-        own.copy_(value.reshape(own.shape))
-        return result
+    def _result(self, item: Stacked, tensors: Sequence[Any], env: Env) -> Tensor:
+        if item.reuse is not None:
+            reused: Tensor = tensors[item.reuse]
+            return reused
+        return self._new_buffer(item.shape, item.dtype, env, zeroed=False)
 
-    def _finish(self, item: Any, result: Any, buffers: Sequence[Tensor], env: Env) -> Any:
-        match item:
-            case Kept():
-                return buffers[item.buffer].to(item.dtype)
-            case Summed():
-                count = self.size(item.count, env)
-                return (result / count if count != 1 else result).to(item.dtype)
-        return result
-
-
+    def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
+        total, count = buffers[item.buffer], self.size(item.count, env)
+        return (total / count if count != 1 else total).to(item.dtype)

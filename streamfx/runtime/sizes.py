@@ -54,9 +54,7 @@ def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset
     return first, max(last - first, 0)
 
 
-def shifted_bounds(
-    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int
-) -> tuple[int, int]:
+def shifted_bounds(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int) -> tuple[int, int]:
     """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for, whose row i is row i + by."""
     first, count = member_bounds(start, stop, length, offset, rows)
     low, high = min(max(first + by, 0), own), min(max(first + count + by, 0), own)

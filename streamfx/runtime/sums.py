@@ -1,0 +1,41 @@
+"""Sums over chunks, added in place: no second gradient of a weight is ever alive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def add(total: Tensor, part: Tensor) -> None:
+    """total += part, of any types."""
+    total.add_(part)
+
+
+def add_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [m n] += left [m k] @ right [k n], in one product where the types allow it."""
+    if total.dtype == left.dtype == right.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total.add_(torch.mm(left, right))
+
+
+def add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [b m n] += left [b m k] @ right [b k n]."""
+    if total.dtype == left.dtype == right.dtype:
+        torch.baddbmm(total, left, right, out=total)
+    else:
+        total.add_(torch.bmm(left, right))
+
+
+def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
+    """The gradient of a look-up: rows of `gradient` [..., d] are added to rows `index` [...] of total [v d].
+
+    Rows that look up `padding` get no gradient.
+    """
+    rows, width = index.reshape(-1), gradient.shape[-1]
+    parts = gradient.reshape(-1, width).to(total.dtype)
+    if padding >= 0:
+        parts = parts.masked_fill((rows == padding).unsqueeze(-1), 0)
+    total.index_add_(0, rows, parts)
