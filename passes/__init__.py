@@ -37,7 +37,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Causality(),  # which keys can a chunk's rows see?
         Stages(),  # where is it cheapest to cut?
         LossGradient(),  # can the loss stage find its gradient along with the loss?
-        Plan(options.chunk_size, options.loss_chunk_size, options.save),  # how large is a chunk, what is kept?
+        Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
     )
 

@@ -17,6 +17,7 @@ from torch import fx
 from streamfx.ir.facts import Form, Role, Span
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
+from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
     Buffer,
     BufferPart,
@@ -85,10 +86,15 @@ class BodyBuilder:
     """
 
     def __init__(
-        self, layout: Layout, outer: Callable[[fx.Node], fx.Node | None], order: dict[fx.Node, int], reverse: bool
+        self,
+        layout: Layout,
+        outer: Callable[[fx.Node], fx.Node | None],
+        order: dict[fx.Node, int],
+        reverse: bool,
+        plan: ChunkPlan,
     ) -> None:
         assert layout.axes.sequence is not None
-        self.layout, self.outer, self.order, self.reverse = layout, outer, order, reverse
+        self.layout, self.outer, self.order, self.reverse, self.plan = layout, outer, order, reverse, plan
         self.length = layout.axes.sequence.length
         self.graph = fx.Graph()
         self.anchor: fx.Node | None = None
@@ -250,7 +256,7 @@ class BodyBuilder:
             part = self.value(operand)
             (placement,) = self.layout.placements(operand)
             dtype = operand.meta["val"].dtype
-            index = self._new_buffer(operand, accumulation_type(dtype), zeroed=True)
+            index = self._new_buffer(operand, self.plan.sum_type(dtype), zeroed=True)
             span = self.layout.span(producer_of(operand))
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
             self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, (visible, part))
@@ -265,7 +271,7 @@ class BodyBuilder:
     def accumulate(self, node: fx.Node) -> Kept:
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
         producer, dtype = producer_of(node), node.meta["val"].dtype
-        index = self._new_buffer(node, accumulation_type(dtype), zeroed=True)
+        index = self._new_buffer(node, self.plan.sum_type(dtype), zeroed=True)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
         function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))
@@ -307,7 +313,7 @@ class BodyBuilder:
     # -- finishing
 
     def finish(
-        self, name: str, content: LoopContent, chunk_size: int, device: torch.device
+        self, name: str, content: LoopContent, chunk_size: ChunkSize, device: torch.device
     ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """The loop, the outer nodes that it takes, and the values that it leaves."""
         by_order = self.order.__getitem__
@@ -329,6 +335,8 @@ class BodyBuilder:
         self.graph.output(tuple(outputs))
         body = fx.GraphModule(torch.nn.Module(), self.graph)
         self.symbols |= free_symbols([self.length])
+        if not isinstance(chunk_size, int):
+            self.symbols |= free_symbols([chunk_size.row_bytes, chunk_size.stream_bytes])
         self.symbols -= {symbol for symbol in self.symbols if symbol.name in ("start", "stop")}
         sources: list[fx.Node] = []
         index: dict[fx.Node, int] = {}
@@ -380,11 +388,6 @@ class BodyBuilder:
         roles = self.layout.demand.roles[producer]
         dim = self.layout.axes.signatures[producer].results[result][placement.dim]  # type: ignore[index]
         return any(roles.get(letter) is Role.ROWS for letter in dim)
-
-
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """Sums over chunks are kept in float32 where the values have less precision."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def mean_count(node: fx.Node, layout: Layout) -> Size:

@@ -11,6 +11,7 @@ from torch import fx
 
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout
+from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
 from streamfx.passes.regions import Region, is_loop_value
@@ -27,8 +28,8 @@ class OuterBuilder:
     tangent, a saved value), as a function that adds the placeholder.
     """
 
-    def __init__(self, layout: Layout, order: dict[fx.Node, int]) -> None:
-        self.layout, self.order = layout, order
+    def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: ChunkPlan) -> None:
+        self.layout, self.order, self.plan = layout, order, plan
         self.graph = fx.Graph()
         self.module = torch.nn.Module()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -86,7 +87,7 @@ class OuterBuilder:
 
     # -- loops
 
-    def run(self, name: str, region: Region, chunk_size: int, device: torch.device) -> None:
+    def run(self, name: str, region: Region, chunk_size: ChunkSize, device: torch.device) -> None:
         """Write a region: what runs before, between and after its loops, and the loops."""
         whole: dict[int, list[fx.Node]] = {}
         for node in region.nodes:
@@ -104,8 +105,8 @@ class OuterBuilder:
             self.emit(node.args[0])  # type: ignore[arg-type]
         self.emit(node)
 
-    def _loop(self, name: str, region: Region, number: int, chunk_size: int, device: torch.device) -> None:
-        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse)
+    def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize, device: torch.device) -> None:
+        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse, self.plan)
         spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size, device)
         loop = Loop(spec)
         self.module.add_module(name, loop)

@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from streamfx.ir.facts import Facts
-from streamfx.ir.plan import ChunkPlan
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
+from streamfx.ir.sizes import Size, product
+from streamfx.ir.stage import Stage
+from streamfx.options import Options
+from streamfx.passes.linear import is_moved_elements
+
+ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
 
 
 @dataclass(frozen=True)
 class Plan:
     name: ClassVar[str] = "plan"
-    chunk_size: int | Literal["auto"] = "auto"
-    loss_chunk_size: int | Literal["auto"] = "auto"
-    save: str = "auto"
+    options: Options = Options()
 
     def apply(self, facts: Facts) -> Facts:
-        stages = facts.stages.stages
-        chunk = 1024 if self.chunk_size == "auto" else self.chunk_size
-        loss_chunk = 512 if self.loss_chunk_size == "auto" else self.loss_chunk_size
-        sizes = tuple(loss_chunk if stage.gradient_in_forward else chunk for stage in stages)
-        return replace(facts, plan=ChunkPlan(sizes, tuple(() for _ in stages)))
+        stages: tuple[Stage, ...] = facts.stages.stages
+        plan = ChunkPlan(
+            chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
+            kept=tuple(self.kept(stage, facts) for stage in stages),
+            accumulate=torch.float32 if self.options.accumulate == "float32" else None,
+        )
+        return replace(facts, plan=plan)
+
+    def chunk_size(self, stage: Stage, facts: Facts) -> ChunkSize:
+        asked = self.options.loss_chunk_size if is_loss_stage(stage, facts) else self.options.chunk_size
+        if asked != "auto":
+            return asked
+        row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
+        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=_hint)
+        return AutoChunk(row_bytes, stream_bytes)
+
+    def kept(self, stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
+        """Values that the backward half would otherwise compute a second time."""
+        if self.options.save != "attention":
+            return ()
+        assert facts.axes is not None
+        inside = set(stage.forward)
+        return tuple(
+            node
+            for node in stage.forward
+            if node.target is operator.getitem
+            and facts.axes.signatures.get(node.args[0])  # type: ignore[arg-type]
+            and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
+            and any(user not in inside for user in node.users)
+        )
+
+
+def is_loss_stage(stage: Stage, facts: Facts) -> bool:
+    """Whether a stage has no attention and sums over the sequence: the head and the loss."""
+    assert facts.demand is not None
+    forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
+    has_keys = any(node in facts.causality.spans for node in stage.forward)  # type: ignore[union-attr]
+    return Form.SUM in forms and not has_keys
+
+
+def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
+    """Bytes that one row of the sequence takes in all values that `nodes` make by rows."""
+    assert facts.axes is not None
+    assert facts.demand is not None
+    total: Size = 0
+    for node in nodes:
+        if not is_tensor(node) or is_moved_elements(node) or facts.demand.form(node) is not Form.ROWS:
+            continue
+        table, members = facts.axes.table, facts.axes.sequence.members  # type: ignore[union-attr]
+        atoms = (atom for dim in facts.axes.shapes[node] for atom in table.resolve(dim))
+        elements = product(table.size(atom) for atom in atoms if atom not in members)
+        total = total + elements * node.meta["val"].element_size()
+    return total
+
+
+def _hint(size: Size) -> int:
+    return size if isinstance(size, int) else int(size.subs({symbol: 64 for symbol in size.free_symbols}))

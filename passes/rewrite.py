@@ -18,6 +18,7 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
 from streamfx.ir.needs import Layout
+from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
@@ -47,7 +48,7 @@ class _Rewriter:
         self.device = _device(facts.joint)
 
     def program(self) -> Program:
-        forward = OuterBuilder(self.layout, self.order)
+        forward = OuterBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
         for stage in self.stages:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
@@ -69,8 +70,9 @@ class _Rewriter:
         loops = (*forward.loops, *backward.loops)
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
-    def chunk_size(self, stage: Stage) -> int:
-        return self.facts.plan.chunk_sizes[self.stages.index(stage)]
+    def chunk_size(self, stage: Stage) -> ChunkSize:
+        size: ChunkSize = self.facts.plan.chunk_sizes[self.stages.index(stage)]
+        return size
 
     def _add_inputs(self, outer: OuterBuilder) -> None:
         for node in self.joint.primals:
@@ -111,7 +113,7 @@ class _BackwardBuilder(OuterBuilder):
     """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
 
     def __init__(self, rewriter: _Rewriter, forward: OuterBuilder) -> None:
-        super().__init__(rewriter.layout, rewriter.order)
+        super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
         self.numbers: dict[sympy.Symbol, fx.Node] = {}

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import fx
+
+from streamfx.ir.sizes import Size
+
+LEAST_WORKING_SET = 128 << 20  # bytes: below this a smaller chunk saves nothing worth having
+LEAST_ROWS = 64
+MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class AutoChunk:
+    """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway.
+
+    `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
+    whole batch.
+    """
+
+    row_bytes: Size
+    stream_bytes: Size
+
+    def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
+        """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
+        working_set = max(LEAST_WORKING_SET, length * stream_bytes)
+        most = max(LEAST_ROWS, working_set // max(row_bytes, 1))
+        count = max(1, -(-length // most))
+        rows = -(-length // count)
+        return min(length, -(-rows // MULTIPLE) * MULTIPLE) or 1
+
+
+ChunkSize: TypeAlias = "int | AutoChunk"
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`chunk_sizes` in rows of the sequence, and values `kept` beside the stage's outputs, both by stage."""
+    """`chunk_sizes` in rows of the sequence, and values `kept` beside the stage's outputs, both by stage.
 
-    chunk_sizes: tuple[int, ...]
+    `accumulate` is the type in which sums of low-precision gradients are kept; None is the gradient's own.
+    """
+
+    chunk_sizes: tuple[ChunkSize, ...]
     kept: tuple[tuple[fx.Node, ...], ...]
+    accumulate: torch.dtype | None = torch.float32
+
+    def sum_type(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of a sum over chunks of values of type `dtype`."""
+        is_low = dtype in (torch.bfloat16, torch.float16)
+        return self.accumulate if is_low and self.accumulate is not None else dtype

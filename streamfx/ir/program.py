@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Span
+from streamfx.ir.plan import ChunkSize
 from streamfx.ir.sizes import Size
 
 START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)
@@ -128,7 +129,7 @@ class LoopSpec:
     symbols: tuple[sympy.Symbol, ...]
     length: Size
     reverse: bool
-    chunk_size: int
+    chunk_size: ChunkSize
     device: torch.device
     labels: tuple[str, ...] = ()
 

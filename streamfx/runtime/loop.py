@@ -26,9 +26,9 @@ class Loop(nn.Module):
         self.body: Callable[..., Sequence[Any]] = body or spec.body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
 
-    def chunks(self, length: int) -> list[tuple[int, int]]:
+    def chunks(self, length: int, env: Env) -> list[tuple[int, int]]:
         """Bounds of the chunks, in the order in which they run."""
-        step = self.spec.chunk_size
+        step = self.rows_per_chunk(length, env)
         bounds = [(start, min(start + step, length)) for start in range(0, length, step)] or [(0, length)]
         return bounds[::-1] if self.spec.reverse else bounds
 
@@ -40,7 +40,7 @@ class Loop(nn.Module):
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
         results = [self._result(item, tensors, env) for item in stacked]
-        for number, (start, stop) in enumerate(self.chunks(length)):
+        for number, (start, stop) in enumerate(self.chunks(length, env)):
             env.update(start=start, stop=stop)
             feeds = list(self._feeds(env, tensors, buffers, length, number))
             made = self.body(*feeds)
@@ -51,6 +51,12 @@ class Loop(nn.Module):
             made = rows = None
         kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
         return (*results, *kept)
+
+    def rows_per_chunk(self, length: int, env: Env) -> int:
+        chunk = self.spec.chunk_size
+        if isinstance(chunk, int):
+            return chunk
+        return chunk.rows(length, self.size(chunk.row_bytes, env), self.size(chunk.stream_bytes, env))
 
     def size(self, size: Size, env: Env) -> int:
         if isinstance(size, int):
