@@ -14,6 +14,7 @@ from streamfx.passes.canonicalize import Canonicalize
 from streamfx.passes.causality import Causality
 from streamfx.passes.demand import Demand
 from streamfx.passes.loss_gradient import LossGradient
+from streamfx.passes.lower import Lower
 from streamfx.passes.plan import Plan
 from streamfx.passes.rewrite import Rewrite
 from streamfx.passes.stages import Stages
@@ -39,6 +40,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         LossGradient(),  # can the loss stage find its gradient along with the loss?
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
+        Lower(options),  # who runs a loop's body?
     )
 
 

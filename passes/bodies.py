@@ -196,6 +196,7 @@ class BodyBuilder:
                 {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")}
             )
             made.meta["joint"] = node.name
+            made.meta["has_keys"] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         outside, span = self.asked, self.layout.span(node, self.asked)

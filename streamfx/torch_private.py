@@ -10,7 +10,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 
-__all__ = ["aot_autograd", "default_partition", "is_held_by_model", "keep_saved_tensors", "placeholder_source"]
+__all__ = ["aot_autograd", "compile_with_inductor", "default_partition", "is_held_by_model", "keep_saved_tensors", "placeholder_source"]
 
 
 def keep_saved_tensors() -> None:
@@ -54,6 +54,17 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
+    from torch._inductor import standalone_compile
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch.no_grad(), _disable_current_modes():  # AOTAutograd watches a graph's first run with a mode of its own
+        compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
+    result: Callable[..., Any] = compiled
+    return result
 
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]

@@ -20,10 +20,11 @@ Env = dict[str, int]
 class Loop(nn.Module):
     """Runs a `LoopSpec`; called with the values of its symbols and its tensors, returns a tuple of its results."""
 
-    def __init__(self, spec: LoopSpec, body: Callable[..., Sequence[Any]] | None = None) -> None:
+    def __init__(self, spec: LoopSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.body: Callable[..., Sequence[Any]] = body or spec.body
+        self.body = spec.body
+        self.compiled: Callable[..., Sequence[Any]] | None = None  # runs in place of the body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
 
     def chunks(self, length: int, env: Env) -> list[tuple[int, int]]:
@@ -38,12 +39,13 @@ class Loop(nn.Module):
         tensors = arguments[len(spec.symbols) :]
         length = self.size(spec.length, env)
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
+        run = self.compiled or self.body
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
         results = [self._result(item, tensors, env) for item in stacked]
         for number, (start, stop) in enumerate(self.chunks(length, env)):
             env.update(start=start, stop=stop)
             feeds = list(self._feeds(env, tensors, buffers, length, number))
-            made = self.body(*feeds)
+            made = run(*feeds)
             del feeds
             for item, result, rows in zip(stacked, results, made, strict=True):
                 own = self._part(result, ((item.placement, None),), env, length, rows_view)
