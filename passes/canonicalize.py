@@ -20,6 +20,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, shape_of_node
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.runtime.rng import draw_seed
@@ -64,6 +65,7 @@ def canonicalize(graph: fx.Graph) -> None:
             replacement = known.setdefault(_key(node), node)
         if replacement is not None and replacement is not node:
             _replace(node, replacement)
+    undo_group_expansion(graph)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

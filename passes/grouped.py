@@ -1,0 +1,108 @@
+"""Undoing the expansion of keys and values for grouped-query attention.
+
+Models repeat each key head for the queries that share it before they call a fused kernel that would have done so itself. The
+kernel gets the heads as they are, and the sum over the repeats in the backward half goes away with them.
+
+    attention(q, view(expand(unsqueeze(k, 2))))   ->   attention(q, k)
+    sum(view(dk, [b g r n d]), 2)                 ->   dk
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import shape_of_node
+
+aten = torch.ops.aten
+
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def undo_group_expansion(graph: fx.Graph) -> None:
+    """Give attention its own key heads wherever forward and backward can both do without the repeats."""
+    backward_of: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=BACKWARD):
+        backward_of.setdefault(tuple(node.args[1:4]), []).append(node)  # type: ignore[arg-type]
+    for node in graph.find_nodes(op="call_function", target=FORWARD):
+        query, key, value = node.args[:3]
+        own_key, own_value = unexpanded(key), unexpanded(value)
+        if own_key is None or own_value is None or shape_of_node(own_key)[1] != shape_of_node(own_value)[1]:
+            continue
+        backwards = backward_of.get((query, key, value), [])  # type: ignore[arg-type]
+        sums = [_sums_over_repeats(other) for other in backwards]
+        if any(found is None for found in sums):
+            continue
+        node.args = (query, own_key, own_value, *node.args[3:])
+        for other, found in zip(backwards, sums, strict=True):
+            _feed_own_heads(other, own_key, own_value, found or {})
+
+
+def unexpanded(node: Any) -> fx.Node | None:
+    """Heads [b g n d] behind heads [b g*r n d] that repeat each of them r times."""
+    if not isinstance(node, fx.Node) or node.target not in VIEWS:
+        return None
+    source: Any = node.args[0]
+    if source.target is aten.clone.default:
+        source = source.args[0]
+    if source.target is not aten.expand.default or source.args[0].target is not aten.unsqueeze.default:
+        return None
+    heads = source.args[0].args[0]
+    if source.args[0].args[1] != 2 or len(shape_of_node(heads)) != 4:
+        return None
+    b, g, n, d = shape_of_node(heads)
+    repeated = shape_of_node(source)
+    if (*repeated[:2], *repeated[3:]) != (b, g, n, d) or shape_of_node(node) != (b, g * repeated[2], n, d):
+        return None
+    return heads  # type: ignore[no-any-return]
+
+
+def _sums_over_repeats(node: fx.Node) -> dict[int, list[fx.Node]] | None:
+    """For results 1 and 2 (the gradients of keys and values): the nodes that hold their sums over the repeats.
+
+    None where a gradient is used in any other way.
+    """
+    found: dict[int, list[fx.Node]] = {1: [], 2: []}
+    for part in node.users:
+        if part.target is not operator.getitem:
+            return None
+        position = part.args[1]
+        if position == 0:
+            continue
+        for user in part.users:
+            total = _sum_after_view(user)
+            if total is None:
+                return None
+            found[position].append(total)  # type: ignore[index]
+    return found
+
+
+def _sum_after_view(node: fx.Node) -> fx.Node | None:
+    if node.target not in VIEWS or len(shape_of_node(node)) != 5 or len(node.users) != 1:
+        return None
+    (total,) = node.users
+    if total.target is not aten.sum.dim_IntList or list(total.args[1]) not in ([2], [-3]):  # type: ignore[arg-type]
+        return None
+    if len(shape_of_node(total)) == 4:
+        return total
+    users = list(total.users)
+    squeezed = users and all(
+        user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4 for user in users
+    )
+    return users[0] if squeezed and len(users) == 1 else None
+
+
+def _feed_own_heads(node: fx.Node, key: fx.Node, value: fx.Node, sums: dict[int, list[fx.Node]]) -> None:
+    node.args = (*node.args[:2], key, value, *node.args[4:])
+    fakes = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    with torch.no_grad():
+        node.meta["val"] = node.target(*fakes[0], **fakes[1])  # type: ignore[operator]
+    for part in node.users:
+        part.meta["val"] = node.meta["val"][part.args[1]]
+        for total in sums.get(part.args[1], ()):  # type: ignore[call-overload]
+            total.replace_all_uses_with(part, propagate_meta=False)
