@@ -21,7 +21,7 @@ from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
 from streamfx.ir.signature import Letter, Signature
-from streamfx.ir.sizes import Size, product, shape_of
+from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.registry import Call, rule_for
 
@@ -147,26 +147,19 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             for shape in axes.results[node]:
-                numel = _hint(product(axes.table.size_of_dim(dim) for dim in shape))
+                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape))
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
                     gain[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
             barred.update(atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim))
-    ranked = sorted((a for a in gain if a not in barred), key=lambda a: (-gain[a], -_hint(axes.table.size(a)), -a))
+    ranked = sorted((a for a in gain if a not in barred), key=lambda a: (-gain[a], -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 
 def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
     """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
     return bool(node.meta.get("streamfx_static_address", False))
-
-
-def _hint(size: Size) -> int:
-    """A number for ranking only."""
-    if isinstance(size, int):
-        return size
-    return int(size.subs(dict.fromkeys(size.free_symbols, 1024)))
 
 
 def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:
@@ -186,7 +179,7 @@ def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:
                 candidates[target].append((not is_static, members[source][0] + start))
         for atom, offers in candidates.items():
             preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
-            members[atom] = (max(preferred, key=_hint), axes.table.size(atom))
+            members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
             grown = True
     return members
 

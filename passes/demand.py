@@ -20,7 +20,7 @@ from torch import fx
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
-from streamfx.ir.sizes import product
+from streamfx.ir.sizes import numeric, product
 
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
 MIXES_ROWS = "{target} mixes the rows of the sequence"
@@ -196,7 +196,7 @@ class _Analysis:
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
         width = product((others, inner))
-        return len(dims) <= 1 and isinstance(width, int) and width <= NARROW
+        return len(dims) <= 1 and numeric(width) <= NARROW
 
     def _is_member(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members

@@ -47,7 +47,7 @@ def scalar_tangent(stage: Stage, facts: Facts) -> fx.Node | None:
         return None
     (tangent,) = tangents
     value = tangent.meta["val"]
-    if value.dim() != 0 or value.dtype == torch.float16:  # a gradient for one would vanish in float16
+    if value.dim() != 0:
         return None
     driven = {tangent}
     for node in stage.backward:
@@ -56,9 +56,14 @@ def scalar_tangent(stage: Stage, facts: Facts) -> fx.Node | None:
                 return None
             driven.add(node)
     used = [node for node in stage.gradients if is_tensor(node)]
-    if any(node not in driven for node in used) or any(n.meta["val"].dtype == torch.float16 for n in used):
+    if any(node not in driven for node in used) or any(_is_half(node) for node in driven):
         return None
     return tangent if any(user in inside for user in tangent.users) else None
+
+
+def _is_half(node: fx.Node) -> bool:
+    """In float16 a gradient for the number one would vanish: loss scaling is there to prevent that."""
+    return is_tensor(node) and bool(node.meta["val"].dtype == torch.float16)
 
 
 def _is_linear(node: fx.Node, driven: set[fx.Node]) -> bool:

@@ -20,6 +20,8 @@ from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
 
+READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
+
 
 class OuterBuilder:
     """Writes one half's outer graph.
@@ -69,6 +71,8 @@ class OuterBuilder:
                 return self.number(size_of(argument.meta["val"]))
             return self.operand(argument)
 
+        if node.target in READS_STRIDES and node.args[0].op != "placeholder":  # type: ignore[union-attr]
+            raise NotImplementedError(f"{node.name} ({node.target}) reads the memory layout of a computed value")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         made = self.graph.call_function(target, args, dict(kwargs))

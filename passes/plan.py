@@ -13,7 +13,7 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
-from streamfx.ir.sizes import Size, product
+from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
 from streamfx.passes.linear import is_moved_elements
@@ -40,7 +40,7 @@ class Plan:
         if asked != "auto":
             return asked
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=_hint)
+        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes)
 
     def kept(self, stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
@@ -80,7 +80,3 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
         elements = product(table.size(atom) for atom in atoms if atom not in members)
         total = total + elements * node.meta["val"].element_size()
     return total
-
-
-def _hint(size: Size) -> int:
-    return size if isinstance(size, int) else int(size.subs({symbol: 64 for symbol in size.free_symbols}))

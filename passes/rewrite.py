@@ -24,8 +24,9 @@ from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.linear import is_expensive, is_random
 from streamfx.passes.outer import OuterBuilder
-from streamfx.passes.regions import is_loop_value, place, producer_of
+from streamfx.passes.regions import Region, is_loop_value, place, producer_of
 from streamfx.passes.reuse import reuse_buffers
+from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
 
@@ -52,6 +53,7 @@ class _Rewriter:
         self._add_inputs(forward)
         for stage in self.stages:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
+            check_draws(region, stage)
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
         results = [self._output(forward, output) for output in self.joint.outputs]
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
@@ -63,6 +65,7 @@ class _Rewriter:
             if stage.gradient_in_forward:
                 continue
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
+            check_draws(region, stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, self.chunk_size(stage), self.device)
         gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
         saved, numbers = backward.finish(gradients)
@@ -101,6 +104,14 @@ class _Rewriter:
         if not isinstance(output, fx.Node):
             return output
         return outer.number(size_of(output.meta["val"])) if is_size(output) else outer.operand(output)
+
+
+def check_draws(region: Region, stage: Stage) -> None:
+    """Random draws are repeated chunk by chunk, so they must be made with the chunks of their own stage."""
+    own = {*stage.forward, *stage.backward}
+    for node in region.nodes:
+        if is_random(node) and node not in own and node.target is not draw_seed:
+            raise NotImplementedError(f"{node.name} is drawn in another stage than {stage.name}, which needs it again")
 
 
 def _finished(builder: OuterBuilder) -> fx.GraphModule:

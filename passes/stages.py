@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.sizes import Size, product
+from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.naming import stage_name
 
@@ -187,8 +187,3 @@ class _Cutter:
             if is_tensor(node)
             and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
         ]
-
-
-def numeric(size: Size) -> int:
-    """A number for comparing costs only."""
-    return size if isinstance(size, int) else int(size.subs(dict.fromkeys(size.free_symbols, 1024)))

@@ -122,7 +122,7 @@ class Compilation:
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         keep_saved_tensors()
-        return self.run(module, inputs)
+        return OuterRunner(module, checks_gradients=True)
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return OuterRunner(module)

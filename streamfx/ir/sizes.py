@@ -42,6 +42,13 @@ def quotient(whole: Size, part: Size) -> Size | None:
     )
 
 
+def numeric(size: Size, symbol_value: int = 16) -> int:
+    """A number for weighing costs, with every symbol at some plain value; never for deciding what is right."""
+    if isinstance(size, int):
+        return size
+    return int(size.subs(dict.fromkeys(size.free_symbols, symbol_value)))
+
+
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
     return tuple(size_of(dimension) for dimension in value.shape)
 

@@ -7,15 +7,35 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.errors import StaleGraph
+
 
 class OuterRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, checks_gradients: bool = False) -> None:
         self.module = module
+        self._checks_gradients = checks_gradients
+        self._flags: tuple[bool, ...] | None = None
         self._interpreter = fx.Interpreter(module)
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
+        if self._checks_gradients:
+            self._check_gradients(arguments)
         with torch.no_grad():
             return self._interpreter.boxed_run(arguments)
+
+    def _check_gradients(self, arguments: list[Any]) -> None:
+        """Refuse inputs that ask for gradients which the graph was not compiled for (torch 2.11 does not notice them)."""
+        flags = tuple(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments)
+        if self._flags is None:
+            self._flags = flags
+        if flags != self._flags and any(now and not then for now, then in zip(flags, self._flags, strict=True)):
+            names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
+            late = [n for n, now, then in zip(names, flags, self._flags, strict=False) if now and not then]
+            raise StaleGraph(
+                "a parameter asks for a gradient that the compiled graph does not compute",
+                found=f"requires_grad was switched on after compilation for {', '.join(late)}",
+                do="call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled again",
+            )

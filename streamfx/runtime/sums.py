@@ -14,19 +14,23 @@ def add(total: Tensor, part: Tensor) -> None:
 
 
 def add_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [m n] += left [m k] @ right [k n], in one product where the types allow it."""
-    if total.dtype == left.dtype == right.dtype:
+    """total [m n] += left [m k] @ right [k n], in one product and rounded once, to the total's type."""
+    if total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
+    elif left.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
     else:
-        total.add_(torch.mm(left, right))
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
 
 
 def add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [b m n] += left [b m k] @ right [b k n]."""
-    if total.dtype == left.dtype == right.dtype:
+    if total.dtype == left.dtype:
         torch.baddbmm(total, left, right, out=total)
+    elif left.is_cuda:
+        total.add_(torch.bmm(left, right, out_dtype=total.dtype))
     else:
-        total.add_(torch.bmm(left, right))
+        torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
 
 
 def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
