@@ -43,7 +43,7 @@ def axes_of(joint: JointGraph) -> AxisFacts:
     found: dict[fx.Node, Signature] = {}
     letters: dict[fx.Node, dict[Letter, Dim]] = {}
     declined: dict[fx.Node, str] = {}
-    for node in joint.inputs:
+    for node in joint.sources:
         if is_tensor(node):
             shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
     for node in joint.nodes:
@@ -100,7 +100,11 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
     They are the same whatever the parameters are, and cheap to make whole where they have one sequence axis.
     """
-    static = {node for node in joint.primals if not is_tensor(node) or _is_static_input(node)}
+    static = {
+        node
+        for node in joint.sources
+        if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))
+    }
     for node in joint.nodes:
         if is_random(node):
             continue

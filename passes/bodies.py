@@ -317,20 +317,20 @@ class BodyBuilder:
         self, name: str, content: LoopContent, chunk_size: ChunkSize, device: torch.device
     ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """The loop, the outer nodes that it takes, and the values that it leaves."""
-        by_order = self.order.__getitem__
-        stacked, summed, key_sums = (
-            sorted(nodes, key=by_order) for nodes in (content.stacked, content.summed, content.key_sums)
-        )
         kept: dict[fx.Node, Kept] = {}
-        for node in sorted(content.stacked | content.summed | content.key_sums, key=by_order):
+        for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
             if node in content.summed:
                 self._compute_in_order(*(need.operand for need in self.layout.needs(producer_of(node))))
                 kept[node] = self.accumulate(node)
             else:
                 self._compute_in_order(node)
+            if node in content.key_sums:
+                kept[node] = Kept(self.deposit(node)[0], node.meta["val"].dtype)
+        stacked = sorted(content.stacked, key=self.order.__getitem__)
+        for node in [node for node in stacked if node in self.prefixes]:  # its buffer holds all of it
+            kept[node] = Kept(self.prefixes[node], node.meta["val"].dtype)
+            stacked.remove(node)
         outputs = [self.value(node) for node in stacked]
-        for node in key_sums:
-            kept[node] = Kept(self.deposit(node)[0], node.meta["val"].dtype)
         yields: list[Yield] = [*(self._stacked(node) for node in stacked), *kept.values()]
         leaves = [*stacked, *kept]
         self.graph.output(tuple(outputs))

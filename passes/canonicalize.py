@@ -56,6 +56,7 @@ def canonicalize(graph: fx.Graph) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are."""
     writer = GraphWriter(graph)
     known: dict[Any, fx.Node] = {}
+    existing = set(graph.nodes)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -64,7 +65,7 @@ def canonicalize(graph: fx.Graph) -> None:
         if replacement is None and not is_random(node) and not makes_axes(node):
             replacement = known.setdefault(_key(node), node)
         if replacement is not None and replacement is not node:
-            _replace(node, replacement)
+            _replace(node, replacement, is_new=replacement not in existing)
     undo_group_expansion(graph)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
@@ -88,9 +89,9 @@ def _number_random_operators(graph: fx.Graph) -> None:
         node.meta["streamfx_draw"] = (seed, number)
 
 
-def _replace(node: fx.Node, replacement: fx.Node) -> None:
-    """Results keep their own node: the caller may count on two results being two tensors."""
-    if is_tensor(node):
+def _replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> None:
+    """A result is only replaced by a new node: the caller may count on two results being two tensors."""
+    if is_tensor(node) and not is_new:
         node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
     else:
         node.replace_all_uses_with(replacement, propagate_meta=False)
@@ -129,6 +130,14 @@ def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def _full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     step = bound_arguments(node)["step"]
     return _same_shape(node, writer) if step == 1 else None
+
+
+def _cat_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """An empty cache in front of the first keys."""
+    full = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
+    if len(full) != 1 or _dtype(full[0]) != _dtype(node):  # type: ignore[arg-type]
+        return None
+    return writer.call(aten.clone.default, full[0])
 
 
 def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -207,6 +216,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.slice.Tensor: _full_slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,
+    aten.cat.default: _cat_with_nothing,
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),

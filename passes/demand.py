@@ -73,7 +73,7 @@ class _Analysis:
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
 
     def run(self) -> DemandFacts:
-        for node in self.joint.inputs:
+        for node in self.joint.sources:
             if is_tensor(node):
                 self.forms[node] = (Form.WHOLE if self._dims(node) else Form.SCALAR,)
         orientation = self._orientation()

@@ -122,7 +122,7 @@ class Masks:
         self._affine: dict[fx.Node, Affine | None] = {}
         self._computed = _computed_nodes(joint)
         self._patterns: dict[fx.Node, Pieces] = {
-            node: node.meta["streamfx_pattern"] for node in joint.inputs if "streamfx_pattern" in node.meta
+            node: node.meta["streamfx_pattern"] for node in joint.sources if "streamfx_pattern" in node.meta
         }
         for node in joint.nodes:
             if is_tensor(node):

@@ -65,6 +65,9 @@ class OuterBuilder:
         """Copy an operator that runs once, in whole."""
         if self.has(node):
             return
+        if node.op == "get_attr":
+            self._constant(node)
+            return
 
         def replaced(argument: fx.Node) -> Any:
             if is_size(argument):
@@ -81,6 +84,12 @@ class OuterBuilder:
         for user in node.users:
             if user.target is operator.getitem and user not in self.env and is_tensor(user):
                 self.emit(user)
+
+    def _constant(self, node: fx.Node) -> None:
+        name = f"constant_{node.name}"
+        self.module.register_buffer(name, node.meta["streamfx_constant"], persistent=False)
+        self.env[node] = self.graph.get_attr(name)
+        self.env[node].meta = dict(node.meta)
 
     def operand(self, node: fx.Node) -> fx.Node:
         found = self.value(node)

@@ -161,6 +161,8 @@ class _BackwardBuilder(OuterBuilder):
 
     def _is_made_again(self, node: fx.Node) -> bool:
         """Views and casts of parameters: cheaper to repeat than to hold until the backward half."""
+        if node.op == "get_attr":
+            return True
         if node.op == "placeholder" or is_loop_value(node, self.layout):
             return False
         producer = producer_of(node)

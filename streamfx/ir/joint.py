@@ -31,11 +31,12 @@ class JointGraph:
     @property
     def nodes(self) -> list[fx.Node]:
         """All operators in program order."""
-        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        return [node for node in self.graph.nodes if node.op == "call_function"]
 
     @property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        return self.primals + self.tangents
+    def sources(self) -> tuple[fx.Node, ...]:
+        """What no operator makes: primals, tangents, and constants that tracing found."""
+        return (*self.primals, *self.tangents, *self.graph.find_nodes(op="get_attr"))
 
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
