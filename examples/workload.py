@@ -29,22 +29,21 @@ def load_model(name: str) -> Any:
     return model
 
 
-def small_config() -> Any:
+def small_config(**changes: int) -> Any:
     """A Qwen3 of 28 million parameters."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1 << 20,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 1 << 20,
+    }
+    return Qwen3Config(**{**sizes, **changes}, tie_word_embeddings=True, use_cache=False)
 
 
 def model_folder(name: str) -> Path:
