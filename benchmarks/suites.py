@@ -69,9 +69,18 @@ def growth(quick: bool, tell: Tell) -> Rows:
 def _growth_row(length: int, chunk: int) -> dict[str, Any]:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
     with Measured("streambp", length, sizes, chunk_size=chunk, loss_chunk_size=256) as way:
+        predicted = way.ask("predicted")["predicted_bytes"]
         way.ask("measured")
         peak, live = way.ask("measured")["peak_bytes"], way.ask("live")["live_bytes"]
-    return {"T": length, "chunk": chunk, "live MiB": live / MIB, "peak MiB": peak / MIB, "live bytes / token": live / length}
+    return {
+        "T": length,
+        "chunk": chunk,
+        "process peak MiB": peak / MIB,
+        "live MiB": live / MIB,
+        "predicted MiB": predicted / MIB,
+        "predicted / live": predicted / live,
+        "live bytes / token": live / length,
+    }
 
 
 def compilation(quick: bool, tell: Tell) -> Rows:

@@ -18,8 +18,8 @@ from examples.workload import small_config
 COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
     "inductor": ("inductor", {}),
     "aot_eager": ("aot_eager", {}),
-    "streambp": ("streambp", {"bodies": "eager"}),
-    "streambp, inductor bodies": ("streambp", {"bodies": "inductor"}),
+    "streambp": ("streambp", {"bodies": "eager", "outputs": "dense"}),
+    "streambp, inductor bodies": ("streambp", {"bodies": "inductor", "outputs": "dense"}),
 }
 
 
@@ -48,19 +48,19 @@ class Training:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, self.model.config.vocab_size, (1, self.length), generator=generator)
 
+    def plain_loss(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
     @cached_property
     def loss_of(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        model = self.model
-
-        def loss_of(ids: torch.Tensor) -> torch.Tensor:
-            return model(input_ids=ids, labels=ids).loss
-
         if self.method not in COMPILED:
-            return loss_of
+            return self.plain_loss
         backend, options = COMPILED[self.method]
-        if backend == "streambp":
-            options = {"outputs": "dense", **options, **self.options}
-        return torch.compile(loss_of, backend=backend, options=options or None)
+        compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(
+            self.plain_loss, backend=backend, options={**options, **self.options} or None
+        )
+        return compiled
 
     def step(self) -> float:
         loss = self.loss_of(self.ids)
@@ -69,9 +69,13 @@ class Training:
         self.model.zero_grad()
         return value
 
+    def prepare(self) -> None:
+        """Make the model and its input, so that only the step is measured."""
+        assert self.loss_of is not None and self.ids is not None
+
     def measured(self) -> dict[str, float]:
         """One step: wall and processor seconds, and the process's high-water mark over the state before."""
-        self.loss_of, self.ids  # noqa: B018  (make them before)
+        self.prepare()
         memory = PeakMemory(torch.device("cpu"))
         memory.start()
         wall, processor = time.perf_counter(), time.process_time()
@@ -86,6 +90,13 @@ class Training:
     def live(self) -> dict[str, int]:
         """The most bytes of tensors that are alive at once in a step, over those before it."""
         return {"live_bytes": peak_live_bytes(self.step)}
+
+    def predicted(self) -> dict[str, int]:
+        """The same, as `streamfx.explain` foretells it."""
+        import streamfx
+
+        options = {**COMPILED[self.method][1], **self.options}
+        return {"predicted_bytes": streamfx.explain(self.plain_loss, self.ids, options=options).summary()["peak_bytes"]}
 
     def flops(self) -> dict[str, int]:
         attention, other = counted(self.step)
