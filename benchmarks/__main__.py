@@ -36,7 +36,8 @@ def main() -> None:
 
 def machine() -> str:
     cores, threads = os.cpu_count(), torch.get_num_threads()
-    return f"torch {torch.__version__}, Python {platform.python_version()}, {cores} cores, {threads} threads, {sys.platform}"
+    python = platform.python_version()
+    return f"torch {torch.__version__}, Python {python}, {cores} cores, {threads} threads, {sys.platform}"
 
 
 def run(name: str, quick: bool) -> Rows:

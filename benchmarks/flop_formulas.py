@@ -1,4 +1,4 @@
-"""Operations of CPU attention, which `FlopCounterMode` counts as nothing: only pairs of a query and a key that it sees."""
+"""Operations of attention on the CPU, which `FlopCounterMode` counts as none: a query with each key that it sees."""
 
 from __future__ import annotations
 
@@ -33,12 +33,24 @@ def register_cpu_attention() -> None:
         return
 
     @register_flop_formula(ATTENTION[0], get_raw=True)
-    def forward(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any) -> int:
+    def forward(
+        q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any
+    ) -> int:
         return 2 * visible_pairs(q, k, causal, attn_mask) * (q.shape[-1] + v.shape[-1])
 
     @register_flop_formula(ATTENTION[1], get_raw=True)
     def backward(
-        gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dropout: float, causal: bool, *, attn_mask: Any = None, **_: Any
+        gradient: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        dropout: float,
+        causal: bool,
+        *,
+        attn_mask: Any = None,
+        **_: Any,
     ) -> int:
         return 2 * visible_pairs(q, k, causal, attn_mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
 

@@ -15,7 +15,7 @@ class Measured:
     def __init__(self, method: str, length: int, sizes: dict[str, int] | None = None, **options: Any) -> None:
         spec = {"method": method, "length": length, "sizes": sizes or {}, "options": options}
         self.method = method
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed on exit)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -34,10 +34,12 @@ class Measured:
         self._errors.close()
 
     def ask(self, question: str) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(question + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        questions.write(question + "\n")
+        questions.flush()
+        line = answers.readline()
         if line:
             return json.loads(line)  # type: ignore[no-any-return]
         self._errors.seek(0)

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def step(quick: bool, tell: Tell) -> Rows:
-    """A training step: 4 layers of width 512, vocabulary 32,000, float32. All ways take turns, so that they meet the same machine."""
+    """A training step: 4 layers of width 512, vocabulary 32,000, float32. All ways take turns on the same machine."""
     length, rounds = (1024, 2) if quick else (8192, 3)
     with contextlib.ExitStack() as stack:
         ways = {method: stack.enter_context(Measured(method, length)) for method in METHODS}
@@ -86,7 +86,10 @@ def _growth_row(length: int, chunk: int) -> dict[str, Any]:
 def compilation(quick: bool, tell: Tell) -> Rows:
     """Cold compilation with eager bodies: more chunks, same cost."""
     length = 1024
-    ways = [("aot_eager", {}), *(("streambp", {"chunk_size": length // n, "loss_chunk_size": length // n}) for n in (2, 64))]
+    ways = [
+        ("aot_eager", {}),
+        *(("streambp", {"chunk_size": length // n, "loss_chunk_size": length // n}) for n in (2, 64)),
+    ]
     rows: Rows = []
     for number in range(1 if quick else 3):
         for method, options in ways:
@@ -102,7 +105,9 @@ def _medians(rows: Rows) -> Rows:
     result: Rows = []
     for label in labels:
         own = [row for row in rows if row["way"] == label]
-        result.append({"way": label, **{f"{key} s": statistics.median(row[key] for row in own) for key in ("wall", "cpu")}})
+        result.append(
+            {"way": label, **{f"{key} s": statistics.median(row[key] for row in own) for key in ("wall", "cpu")}}
+        )
         result[-1]["of aot_eager"] = result[-1]["cpu s"] / result[0]["cpu s"]
     return result
 

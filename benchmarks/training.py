@@ -71,7 +71,8 @@ class Training:
 
     def prepare(self) -> None:
         """Make the model and its input, so that only the step is measured."""
-        assert self.loss_of is not None and self.ids is not None
+        assert self.loss_of is not None
+        assert self.ids is not None
 
     def measured(self) -> dict[str, float]:
         """One step: wall and processor seconds, and the process's high-water mark over the state before."""

@@ -1,11 +1,11 @@
 """Train a decoder on long sequences three ways, and compare: eager, gradient checkpointing, and streambp.
 
-    python examples/train_long_context.py                        # a small Qwen3 on the text of Python's standard library
+    python examples/train_long_context.py                        # a small Qwen3, built in
     python examples/train_long_context.py --model smollm2        # the real SmolLM2-135M
     python examples/train_long_context.py --model path/to/model  # a Hugging Face folder
 
-Each way runs in a process of its own from the same weights on the same tokens. The table shows that the losses are the same,
-how far the gradients are from eager's, and what a training step takes at its peak.
+Each way runs in a process of its own, from the same weights, on the same tokens: the text of Python's standard library. The
+table shows that the losses are the same, how far the gradients are from eager's, and what a step takes at its peak.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from peak_memory import PeakMemory
 
 METHODS = {"eager": "eager", "checkpointing": "gradient checkpointing", "streambp": "streambp"}

