@@ -36,7 +36,7 @@ def register_cpu_attention() -> None:
     def forward(
         q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any
     ) -> int:
-        return 2 * visible_pairs(q, k, causal, attn_mask) * (q.shape[-1] + v.shape[-1])
+        return int(2 * visible_pairs(q, k, causal, attn_mask) * (q.shape[-1] + v.shape[-1]))
 
     @register_flop_formula(ATTENTION[1], get_raw=True)
     def backward(
@@ -52,14 +52,14 @@ def register_cpu_attention() -> None:
         attn_mask: Any = None,
         **_: Any,
     ) -> int:
-        return 2 * visible_pairs(q, k, causal, attn_mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
+        return int(2 * visible_pairs(q, k, causal, attn_mask) * (3 * q.shape[-1] + 2 * v.shape[-1]))
 
 
 def counted(step: Any) -> tuple[int, int]:
     """Operations of attention and of everything else in one call of `step`."""
     register_cpu_attention()
     # torch.compile runs eagerly under a mode that does not declare that it may look inside of compiled code
-    flop_counter._FlopCounterMode.ignore_compile_internals = classmethod(lambda cls: True)
+    flop_counter._FlopCounterMode.ignore_compile_internals = classmethod(lambda cls: True)  # type: ignore
     with FlopCounterMode(display=False) as counter:
         step()
     by_operator = counter.get_flop_counts()["Global"]

@@ -20,7 +20,8 @@ def step(quick: bool, tell: Tell) -> Rows:
     length, rounds = (1024, 2) if quick else (8192, 3)
     with contextlib.ExitStack() as stack:
         ways = {method: stack.enter_context(Measured(method, length)) for method in METHODS}
-        first, later = {}, {method: [] for method in METHODS}
+        first: dict[str, dict[str, float]] = {}
+        later: dict[str, Rows] = {method: [] for method in METHODS}
         for method, way in list(ways.items()):
             tell(f"first step, {method}")
             first[method] = way.ask("measured")
@@ -33,7 +34,7 @@ def step(quick: bool, tell: Tell) -> Rows:
 
 def _step_row(method: str, length: int, first: dict[str, float], steps: Rows, reference: Rows) -> dict[str, Any]:
     def median(rows: Rows, name: str) -> float:
-        return statistics.median(row[name] for row in rows)
+        return float(statistics.median(row[name] for row in rows))
 
     peak, seconds, cpu = (median(steps, name) for name in ("peak_bytes", "seconds", "cpu_seconds"))
     return {

@@ -4,8 +4,8 @@
     python examples/train_long_context.py --model smollm2        # the real SmolLM2-135M
     python examples/train_long_context.py --model path/to/model  # a Hugging Face folder
 
-Each way runs in a process of its own, from the same weights, on the same tokens: the text of Python's standard library. The
-table shows that the losses are the same, how far the gradients are from eager's, and what a step takes at its peak.
+Each way runs in a process of its own, from the same weights, on the same text: that of Python's standard library. The table
+shows that the losses are the same, how far the gradients are from eager's, and what a step takes at its peak.
 """
 
 from __future__ import annotations
