@@ -69,7 +69,8 @@ def work(method: str, folder: Path, options: argparse.Namespace) -> None:
     except torch.OutOfMemoryError:
         print(json.dumps({"failed": "out of memory"}), flush=True)
     except IndexError:
-        raise SystemExit(f"{options.length:,} tokens are more than {options.model} has positions for") from None
+        asked = f"--model {options.model} --length {options.length}"
+        raise SystemExit(f"{asked}: the model has not so many positions, or too small a vocabulary") from None
 
 
 def training(method: str, folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

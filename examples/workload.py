@@ -83,13 +83,15 @@ def standard_library_text() -> str:
 
 
 def encoder(name: str, text: str) -> Any:
-    """A function from text to token ids: the model's own, or for the built-in model one that is made from the text."""
+    """A function from text to token ids: the model's own, else the text's bytes; for the built-in model made from the text."""
     from transformers import AutoTokenizer
 
     if name == "small":
         return byte_pair_encoder(text)
     if name == "smollm2":
         tokenizer = AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2)
+    elif not any(model_folder(name).glob("tokenizer*")):
+        return lambda some: list(some.encode())
     else:
         tokenizer = AutoTokenizer.from_pretrained(model_folder(name), local_files_only=True)
     return lambda some: tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
