@@ -23,6 +23,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
+from streamfx.passes.linear import is_expensive
 from streamfx.passes.naming import stage_name
 
 UNCUTTABLE = 1 << 60
@@ -82,11 +83,14 @@ class _Cutter:
         loss = self.first_sum()
         if loss is not None:
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
+        products = list(accumulate(is_expensive(node) for node in self.forward))
         cuts = []
         for low, high in gaps:
             candidates = range(max(low, 0), high + 1)
             if candidates:
-                best = min(candidates, key=lambda i: (live[i], -i))
+                # where equally little is alive: after the last product, whose result is then kept and not computed twice,
+                # and before the norm that follows, whose gradient would ask for that result
+                best = min(candidates, key=lambda i: (live[i], -products[i], i))
                 if 0 < live[best] < UNCUTTABLE and (not cuts or best > cuts[-1]):
                     cuts.append(best)
         return cuts

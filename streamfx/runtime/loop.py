@@ -39,7 +39,7 @@ class Loop(nn.Module):
         tensors = arguments[len(spec.symbols) :]
         length = self.size(spec.length, env)
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
-        run = self.compiled or self.body
+        run = self.compiled or self.body.forward
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
         results = [self._result(item, tensors, env) for item in stacked]
         for number, (start, stop) in enumerate(self.chunks(length, env)):

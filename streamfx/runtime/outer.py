@@ -10,6 +10,13 @@ from torch import fx
 from streamfx.errors import StaleGraph
 
 
+class _Interpreter(fx.Interpreter):
+    """Calls loops as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside."""
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fetch_attr(target).forward(*args, **kwargs)
+
+
 class OuterRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs."""
 
@@ -17,7 +24,7 @@ class OuterRunner:
         self.module = module
         self._checks_gradients = checks_gradients
         self._flags: tuple[bool, ...] | None = None
-        self._interpreter = fx.Interpreter(module)
+        self._interpreter = _Interpreter(module)
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:

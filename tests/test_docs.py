@@ -1,0 +1,35 @@
+"""Every Python snippet of the documentation runs; those of one file run one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if SNIPPET.search(page.read_text())], ids=lambda page: page.name
+)
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    text, namespace = page.read_text(), dict[str, Any]()
+    for snippet in SNIPPET.finditer(text):
+        line = text[: snippet.start(1)].count("\n")
+        exec(compile("\n" * line + snippet[1], str(page), "exec"), namespace)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing

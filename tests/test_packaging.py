@@ -1,0 +1,64 @@
+"""A source distribution makes a wheel, and the wheel works: imported, and found by `torch.compile` with no import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROBE = """
+import importlib.metadata, pathlib, torch
+assert "streambp" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
+double = torch.compile(lambda x: (x * 2).sum(), backend="streambp")
+x = torch.ones(3, requires_grad=True)
+double(x).backward()
+assert x.grad.tolist() == [2.0, 2.0, 2.0]
+import streamfx, streamfx.passes.rules
+where = pathlib.Path(streamfx.__file__).parents[1]
+assert pathlib.Path(importlib.metadata.distribution("streamfx").locate_file("streamfx")).parent == where
+print(where)
+"""
+
+
+def built(kind: str, source: Path, target: Path) -> Path:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(target)]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(path for path in target.iterdir() if path.suffix == (".whl" if kind == "wheel" else ".gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution, as package indexes and `pip install` do it."""
+    folder = tmp_path_factory.mktemp("packaging")
+    with tarfile.open(built("sdist", ROOT, folder / "sdist")) as archive:
+        archive.extractall(folder / "source")
+    return built("wheel", next((folder / "source").iterdir()), folder / "wheel")
+
+
+def test_wheel_holds_the_passes(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "passes").rglob("*.py")}
+    assert {f"streamfx/{name}" for name in here} <= names
+    assert "streamfx/py.typed" in names
+    assert not [name for name in names if not name.startswith(("streamfx/", "streamfx-"))]
+
+
+def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=None,
+    )
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).resolve() == tmp_path.resolve()

@@ -1,0 +1,96 @@
+"""The rules that the whole repository keeps: formatted, linted, typed, short, and free of models and machines."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ("streamfx", "passes")
+MODELS = re.compile(
+    r"\b(llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm)",
+    re.I,
+)
+MACHINE = re.compile(r"(?<![\w.])/(home|root|work|Users|mnt|opt)/\w")
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if ROOT / "streamfx" / "passes" not in path.parents]
+
+
+def runs(*command: str) -> None:
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+@pytest.mark.parametrize("command", [("ruff", "format", "--check"), ("ruff", "check"), ("mypy",)], ids=" ".join)
+def test_is_clean(command: tuple[str, ...]) -> None:
+    pytest.importorskip(command[0])
+    runs(*command)
+
+
+def test_no_model_is_known_beforehand() -> None:
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources(*LIBRARY)
+        if "integrations" not in path.parts
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if MODELS.search(line)
+    ]
+    assert not named, "\n".join(named)
+
+
+def test_files_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in sources(*LIBRARY, "tests", "examples", "benchmarks")
+        if (lines := len(path.read_text().splitlines())) > LINES_OF_A_FILE
+    }
+    assert not long, f"over {LINES_OF_A_FILE} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path in sources(*LIBRARY, "tests", "examples", "benchmarks")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_no_path_of_a_machine() -> None:
+    files = [path for pattern in ("*.md", "*.toml", "*.txt", "docs/*.md", ".ci/*") for path in ROOT.glob(pattern)]
+    here = Path(__file__).resolve()
+    files += [path for path in sources(*LIBRARY, "tests", "examples", "benchmarks") if path.resolve() != here]
+    found = [str(path.relative_to(ROOT)) for path in files if path.is_file() and MACHINE.search(path.read_text())]
+    assert not found
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    if not (ROOT / ".ci" / "run").exists():
+        pytest.skip("no .ci here: an unpacked source distribution")
+    command = next(
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv")
+    )
+    command = command.split(" | ")[0]
+    assert command in (ROOT / "README.md").read_text()
+
+
+def test_passes_is_a_link() -> None:
+    """One folder, two names: `passes` in the repository is the package `streamfx.passes`."""
+    link = ROOT / "streamfx" / "passes"
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    assert link.is_symlink()
+    assert link.resolve() == (ROOT / "passes").resolve()
