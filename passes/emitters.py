@@ -136,7 +136,15 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
 def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
     from streamfx.passes.rules.attention import M, N
 
-    layout, letters = builder.layout, builder.layout.axes.letters[node]
-    rows, keys = layout.rows(letters[M]), layout.rows(letters[N])
-    first = first_in_chunk(rows, builder.length) + rows.offset
-    return builder.number(first - first_in_span(keys, layout.span(node)) - keys.offset)
+    return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of the first row or key that an attention has in a chunk; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    if layout.axes.sequence_atom(dim) is None:
+        return 0
+    rows = layout.rows(dim)
+    if layout.demand.roles[node][letter] is Role.ROWS:
+        return first_in_chunk(rows, builder.length) + rows.offset
+    return first_in_span(rows, layout.span(node)) + rows.offset

@@ -191,7 +191,7 @@ class Recorded(Compilation):
 
     def facts_for(self, options: Options) -> Facts:
         assert self.joint is not None
-        return run_pipeline(captured(self.joint, *self.joint_arguments), options)
+        return run_pipeline(captured(self.joint, *self.joint_arguments, self.patterns(self.joint_arguments[0])), options)
 
     def joint_values(self) -> list[Any]:
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
@@ -289,6 +289,8 @@ def compare(
 
 
 def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[str] | None) -> None:
+    failed = [one.notes["failed"] for one in facts if "failed" in one.notes]
+    assert not failed, f"the analysis failed: {failed}"
     reasons = [reason for one in facts for reason in one.reasons()]
     rewritten = [one for one in facts if one.program is not None]
     if streams is not None:
