@@ -97,6 +97,29 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
 
 
+@emits(aten.repeat.default)
+def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A dimension of size one is repeated as often as the chunk has rows."""
+    (operand,) = builder.operands(node)
+    own = shape_of_node(tensor_operands(node)[0])
+    times = list(bound_arguments(node)["repeats"])
+    for position, size in enumerate(builder.result_shape(node)):
+        before = position - (len(times) - len(own))
+        if before < 0 or own[before] == 1:
+            times[position] = size
+    return builder.graph.call_function(aten.repeat.default, (operand, times))
+
+
+@emits(aten.native_layer_norm_backward.default)
+def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
+    operands = builder.operands(node)
+    operands[2:4] = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in operands[2:4]]
+    replaced = iter(operands)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(replaced))
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
+
+
 @emits(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The kernel on the chunk's queries and the keys they see."""

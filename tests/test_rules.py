@@ -18,6 +18,8 @@ aten = torch.ops.aten
 small = st.integers(1, 5)
 sizes = st.builds(Sizes, b=small, t=small, d=small, k=small, v=small, seed=st.integers(0, 9))
 DISTINCT, EQUAL = Sizes(b=2, t=5, d=3, k=4, v=7), Sizes(b=3, t=3, d=3, k=3, v=3)
+POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default}
+MIX_ALL = {aten.max.default, aten.min.default, aten.prod.default, aten.any.default, aten.all.default}
 NEVER_STREAM = {aten.scalar_tensor.default}  # no axis at all
 
 
@@ -41,14 +43,7 @@ def test_law(target: Any, sizes: Sizes, chunk_size: int) -> None:
 def test_something_streams(target: Any) -> None:
     """A rule that asks for everything whole would hold the law, and be of no use."""
     streams = [where for call in calls(target, DISTINCT) for where in check(call, 2)]
-    only_whole = target in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default)
-    without_axes = target in (aten.dot.default,) and not streams
-    assert streams or only_whole or without_axes or _mixes_all(target)
-
-
-def _mixes_all(target: Any) -> bool:
-    """Reductions to a single number that parts do not add up to."""
-    return target in {aten.max.default, aten.min.default, aten.prod.default, aten.any.default, aten.all.default}
+    assert streams or target in POSITIONS | MIX_ALL
 
 
 # -- operators that need no entry, because torch tags them as pointwise
@@ -75,12 +70,12 @@ def pointwise_call(target: Any, s: Sizes, shapes: list[tuple[int, ...]], integra
         if argument.kwarg_only:
             break
         kind = str(argument.type)
-        if kind == "Tensor":
+        if kind in ("Tensor", "Optional[Tensor]"):
             shape = next(remaining, shapes[0])
             args.append(s.integers(4, *shape) + 1 if integral else s.positive(*shape))
-        elif kind in ("number", "Scalar"):
+        elif kind in ("number", "Optional[number]"):
             args.append(2)
-        elif argument.has_default_value():
+        elif argument.has_default_value() and kind not in ("Optional[number]", "Optional[Tensor]"):
             break
         else:
             args.append({"int": 1, "float": 0.5, "bool": False}[kind])
@@ -92,7 +87,8 @@ def pointwise_call(target: Any, s: Sizes, shapes: list[tuple[int, ...]], integra
         args[1] = s.booleans(*args[1].shape)
     if target is aten.polygamma.default:
         args[0], args[1] = 1, args[1]
-    return Call(target, tuple(args), {})
+    mode = {"rounding_mode": "floor"} if target._overloadname.endswith("_mode") else {}
+    return Call(target, tuple(args), {"decimals": 1} if target is aten.round.decimals else mode)
 
 
 def runnable(target: Any, s: Sizes, shapes: list[tuple[int, ...]]) -> Call:
@@ -156,7 +152,7 @@ def is_exact_in_chunks(target: Any, *args: Any, **kwargs: Any) -> bool:
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses_with_a_reduction(reduction: int) -> None:
     """Tagged or listed as pointwise, but divided by the number of all elements where the reduction is a mean."""
-    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
     gradient: Tensor = x * 2 if reduction == 0 else torch.tensor(1.5, dtype=torch.float64)
     backwards = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
     assert is_exact_in_chunks(aten.mse_loss.default, x, y, reduction)

@@ -7,7 +7,7 @@ is read as the compiler reads it: letters, axes, demand, sizes of a chunk, sums 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from streamfx.ir.joint import joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.axes import _members, axes_of
+from streamfx.passes.canonicalize import _number_random_operators
 from streamfx.runtime.outer import OuterRunner
 
 
@@ -78,6 +79,7 @@ def traced(call: Call) -> Traced:
     else:
         node.meta["val"] = made
     graph.output(tuple(outputs))
+    _number_random_operators(graph)
     joint = joint_graph(graph, len(inputs), len(outputs))
     axes = replace(axes_of(joint), static=frozenset())  # else values that follow from integers run whole
     return Traced(Facts(joint, axes=axes), node, tuple(inputs), results)
@@ -137,7 +139,3 @@ def assert_same(actual: Tensor, truth: Tensor, where: str, random: bool) -> None
     assert actual.dtype == truth.dtype, f"{where}: {actual.dtype} instead of {truth.dtype}"
     if not random:
         torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, equal_nan=True, msg=lambda text: f"{where}\n{text}")
-
-
-def flat_tensors(items: Sequence[Any]) -> list[Tensor]:
-    return [item for item in pytree.tree_leaves(items) if isinstance(item, Tensor)]
