@@ -136,6 +136,29 @@ def squared_total(logits: Tensor, labels: Tensor) -> Tensor:
     return summed(logits, labels).pow(2)
 
 
+def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each class is a yes or no of its own."""
+    target = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype)
+    return F.binary_cross_entropy(logits.sigmoid(), target)
+
+
+def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
+    target = (labels[..., None] == torch.arange(logits.shape[-1])).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, target)
+
+
+def squared(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits, torch.ones_like(logits))
+
+
+def huber(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.huber_loss(logits, torch.ones_like(logits), delta=0.5) + F.smooth_l1_loss(logits, torch.ones_like(logits))
+
+
+def absolute(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.l1_loss(logits, torch.ones_like(logits))
+
+
 def two_terms(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(*flat(logits, labels)) + 0.3 * F.mse_loss(logits, torch.zeros_like(logits))
 
@@ -173,6 +196,11 @@ LOSSES: dict[str, Loss] = {
         sequence_log_probability,
         focal,
         squared_total,
+        probabilities,
+        yes_or_no,
+        squared,
+        huber,
+        absolute,
         two_terms,
         entropy_bonus,
         distillation,

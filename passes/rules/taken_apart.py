@@ -21,6 +21,7 @@ TAKEN_APART = (
     aten.soft_margin_loss_backward,
     aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
     aten.glu,
     aten.glu_backward,
     aten._prelu_kernel,
