@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import joint_graph
 from streamfx.ir.pieces import Pieces
+from streamfx.torch_private import FakeTensor, unset_fake_temporarily
 
 
 def captured(
@@ -26,6 +28,7 @@ def captured(
     position, which constant pattern of rows and keys they hold.
     """
     graph = copy.deepcopy(module.graph)
+    _inline_constants(graph, module)
     output = graph.output_node()
     flat = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None)
     output.args = (tuple(flat),)
@@ -36,3 +39,29 @@ def captured(
     for position, pieces in (known_masks or {}).items():
         joint.primals[position].meta["streamfx_pattern"] = pieces
     return Facts(joint)
+
+
+class Constant:
+    """A tensor that was written into the traced function, as an operator without operands."""
+
+    def __init__(self, name: str, value: torch.Tensor) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.value = value
+
+    def __call__(self) -> torch.Tensor:
+        return self.value
+
+
+def _inline_constants(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """Replace attributes of the module: by a number where that is all they hold, so that masks can be read."""
+    for node in graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        with graph.inserting_before(node), unset_fake_temporarily():
+            if value.dim() == 0 and not isinstance(value, FakeTensor):
+                keywords = {"dtype": value.dtype, "device": value.device}
+                made = graph.call_function(torch.ops.aten.full.default, ([], value.item()), keywords)
+            else:
+                made = graph.call_function(Constant(str(node.target), value))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
