@@ -17,6 +17,7 @@ from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
     first_shifted,
+    rows_before_shifted,
     rows_in_chunk,
     rows_shifted,
 )
@@ -86,7 +87,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         start = low - first_in_chunk(own, length)
         stop = builder.number(start + count)
         operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
-    before = low - first_in_chunk(selector.rows, length) - selector.by
+    before = rows_before_shifted(selector.rows, selector.by, own.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand

@@ -136,6 +136,15 @@ def squared_total(logits: Tensor, labels: Tensor) -> Tensor:
     return summed(logits, labels).pow(2)
 
 
+def three_tokens_ahead(logits: Tensor, labels: Tensor) -> Tensor:
+    """Multi-token prediction: whole chunks have no label."""
+    return F.cross_entropy(*flat(logits[:, :-3], labels[:, 3:])) + F.cross_entropy(*flat(logits[:, :-1], labels[:, 1:]))
+
+
+def shifted_by_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(F.pad(logits, (0, 0, 3, 0))[:, : labels.shape[1]], labels))
+
+
 def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     """Each class is a yes or no of its own."""
     target = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype)
@@ -196,6 +205,8 @@ LOSSES: dict[str, Loss] = {
         sequence_log_probability,
         focal,
         squared_total,
+        three_tokens_ahead,
+        shifted_by_padding,
         probabilities,
         yes_or_no,
         squared,
