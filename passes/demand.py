@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product
 
@@ -81,6 +81,8 @@ class _Analysis:
             if node.target is operator.getitem:
                 if is_tensor(node):
                     self.forms[node] = (self.forms[node.args[0]][node.args[1]],)  # type: ignore[index]
+            elif is_size(node):
+                self.forms[node] = (Form.SCALAR,)
             else:
                 self.forms[node] = self._forms_of(node, orientation)
         return DemandFacts(self.roles, self.forms, self.reasons)

@@ -17,6 +17,7 @@ from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
     first_shifted,
+    rows_before_shifted,
     rows_in_chunk,
     rows_shifted,
 )
@@ -86,7 +87,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         start = low - first_in_chunk(own, length)
         stop = builder.number(start + count)
         operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
-    before = low - first_in_chunk(selector.rows, length) - selector.by
+    before = rows_before_shifted(selector.rows, selector.by, own.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand
@@ -95,6 +96,29 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     pad[-2:] = [builder.number(before), builder.number(after)]
     value = bound_arguments(node).get("value", 0) if node.target is aten.constant_pad_nd.default else 0
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
+
+
+@emits(aten.repeat.default)
+def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A dimension of size one is repeated as often as the chunk has rows."""
+    (operand,) = builder.operands(node)
+    own = shape_of_node(tensor_operands(node)[0])
+    times = list(bound_arguments(node)["repeats"])
+    for position, size in enumerate(builder.result_shape(node)):
+        before = position - (len(times) - len(own))
+        if before < 0 or own[before] == 1:
+            times[position] = size
+    return builder.graph.call_function(aten.repeat.default, (operand, times))
+
+
+@emits(aten.native_layer_norm_backward.default)
+def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
+    operands = builder.operands(node)
+    operands[2:4] = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in operands[2:4]]
+    replaced = iter(operands)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(replaced))
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
 
 
 @emits(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -136,7 +160,15 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
 def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
     from streamfx.passes.rules.attention import M, N
 
-    layout, letters = builder.layout, builder.layout.axes.letters[node]
-    rows, keys = layout.rows(letters[M]), layout.rows(letters[N])
-    first = first_in_chunk(rows, builder.length) + rows.offset
-    return builder.number(first - first_in_span(keys, layout.span(node)) - keys.offset)
+    return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of the first row or key that an attention has in a chunk; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    if layout.axes.sequence_atom(dim) is None:
+        return 0
+    rows = layout.rows(dim)
+    if layout.demand.roles[node][letter] is Role.ROWS:
+        return first_in_chunk(rows, builder.length) + rows.offset
+    return first_in_span(rows, layout.span(node)) + rows.offset

@@ -62,6 +62,14 @@ MOVES = {
     aten.detach.default,
     aten.lift_fresh_copy.default,
 }
+FILLERS = {
+    aten.full.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+}
 STAYS_ORDINARY = {
     aten.add.Tensor,
     aten.add.Scalar,
@@ -172,7 +180,7 @@ class Masks:
         if target is aten._softmax_backward_data.default:
             probabilities = self._operand(node.args[1], node)
             return combined(lambda p: everywhere(p if _zero(p) else ORDINARY), probabilities)
-        if target in (aten.full.default, aten.ones.default, aten.zeros.default):
+        if target in FILLERS:
             return everywhere(_constant(node))
         if target is aten.index.Tensor:
             return everywhere(UNKNOWN)
@@ -389,10 +397,10 @@ def _zero(fact: Fact) -> bool:
 
 
 def _constant(node: fx.Node) -> Fact:
-    if node.target is aten.full.default:
+    if node.target in (aten.full.default, aten.full_like.default):
         value = node.args[1]
         return Const(value) if isinstance(value, (bool, int, float)) else UNKNOWN
-    one = node.target is aten.ones.default
+    one = node.target in (aten.ones.default, aten.ones_like.default)
     return Const(bool(one)) if node.meta["val"].dtype == torch.bool else Const(int(one))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import count
 from typing import Any
 
 import sympy
@@ -111,7 +112,12 @@ class OuterBuilder:
                 self._emit_with_producer(node)
             if number < len(region.loops):
                 label = name if len(region.loops) == 1 else f"{name}_{number}"
-                self._loop(label, region, number, chunk_size, device)
+                self._loop(self._unused(label), region, number, chunk_size, device)
+
+    def _unused(self, name: str) -> str:
+        """The name, numbered where another loop has it: stages of one module are called alike."""
+        numbered = (f"{name}_{number}" for number in count(2))
+        return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
         if node.target is operator.getitem and not self.has(node.args[0]):  # type: ignore[arg-type]

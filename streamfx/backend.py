@@ -17,8 +17,9 @@ from streamfx.ir.pieces import Pieces
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
+from streamfx.passes.rules import TAKEN_APART
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import aot_autograd, default_partition, is_held_by_model, keep_saved_tensors
+from streamfx.torch_private import aot_autograd, default_partition, get_decompositions, is_held_by_model, keep_saved_tensors
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
@@ -55,7 +56,7 @@ class Compilation:
             bw_compiler=self.run,
             inference_compiler=self.run_inference,
             partition_fn=self.partition,
-            decompositions={},
+            decompositions=get_decompositions(TAKEN_APART),
         )
         compiled = compiler(self.module, inputs)
         if not self.watched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import joint_graph
 from streamfx.ir.pieces import Pieces
+from streamfx.torch_private import FakeTensor, unset_fake_temporarily
 
 
 def captured(
@@ -27,6 +29,7 @@ def captured(
     position, which constant pattern of rows and keys they hold.
     """
     graph = copy.deepcopy(module.graph)
+    _inline_numbers(graph, module)
     output = graph.output_node()
     flat = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None)
     output.args = (tuple(flat),)
@@ -41,9 +44,23 @@ def captured(
     return Facts(joint)
 
 
+def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """Replace constants that hold one number by that number, so that masks made from it can be read."""
+    for node in graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if value.dim() > 0 or isinstance(value, FakeTensor):
+            continue
+        with graph.inserting_before(node), unset_fake_temporarily():
+            keywords = {"dtype": value.dtype, "device": value.device}
+            made = graph.call_function(torch.ops.aten.full.default, ([], value.item()), keywords)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
 def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
     """Hold a constant that tracing found in the node itself: the graph's copy has no module to look it up in."""
-    value: torch.Tensor = getattr(module, str(node.target))
+    value: torch.Tensor = operator.attrgetter(str(node.target))(module)
     node.meta["streamfx_constant"] = value
     node.meta.setdefault("val", value)
     if (pattern := pattern_of(value)) is not None:

@@ -7,10 +7,22 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
 
-__all__ = ["aot_autograd", "compile_with_inductor", "default_partition", "is_held_by_model", "keep_saved_tensors", "placeholder_source"]
+__all__ = [
+    "FakeTensor",
+    "aot_autograd",
+    "compile_with_inductor",
+    "default_partition",
+    "get_decompositions",
+    "is_held_by_model",
+    "keep_saved_tensors",
+    "placeholder_source",
+    "unset_fake_temporarily",
+]
 
 
 def keep_saved_tensors() -> None:

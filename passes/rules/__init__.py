@@ -2,9 +2,11 @@
 
 from streamfx.passes.rules import attention, factories, indexing, loss, matmul, pointwise, reductions, views
 from streamfx.passes.rules.registry import RULES, Call, rule, rule_for, signatures
+from streamfx.passes.rules.taken_apart import TAKEN_APART
 
 __all__ = [
     "RULES",
+    "TAKEN_APART",
     "Call",
     "attention",
     "factories",

@@ -11,6 +11,7 @@ aten = torch.ops.aten
 
 # letters: batch, query heads, query rows, width, key heads, key rows, width of the values
 B, H, M, D, G, N, E = range(7)
+WHOLE = frozenset({D, E, H, G, N})  # keys are normalised over: parts of them do not add up
 QUERY, KEY, VALUE, OUT, LSE = (
     ((B,), (H,), (M,), (D,)),
     ((B,), (G,), (N,), (D,)),
@@ -40,7 +41,7 @@ def flash_cpu(call: Call) -> Signature | None:
         return None
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
-    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=frozenset({D, E, H, G}), keys=frozenset({N}))
+    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=WHOLE, keys=frozenset({N}))
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -53,6 +54,6 @@ def flash_cpu_backward(call: Call) -> Signature | None:
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),
-        whole=frozenset({D, E, H, G}),
+        whole=WHOLE,
         keys=frozenset({N}),
     )

@@ -19,13 +19,13 @@ signatures(
 )
 
 
-@rule(aten.addmm.default, aten.baddbmm.default, aten.addbmm.default)
+@rule(aten.addmm.default, aten.baddbmm.default)
 def add_product(call: Call) -> Signature | None:
     """`bias + a @ b`: the bias is broadcast against the result and must not be added once per part of a sum.
 
     Marking the contracted letter whole keeps it from being split.
     """
-    if len(call.operands) != 3 or call.node.target is aten.addbmm.default:
+    if len(call.operands) != 3:
         return None
     rank = len(call.shape)
     batch = tuple((letter,) for letter in range(rank - 2))

@@ -42,7 +42,6 @@ rule(
     aten.detach.default,
     aten.alias.default,
     aten.lift_fresh_copy.default,
-    aten.mse_loss_backward.default,
     aten.scalar_tensor.default,
 )(broadcast)
 
@@ -63,4 +62,5 @@ def view_as_complex(call: Call) -> Signature:
 @rule(aten.view_as_real.default)
 def view_as_real(call: Call) -> Signature:
     kept = tuple((letter,) for letter in range(len(call.shape) - 1))
-    return Signature((kept,), ((*kept, (len(kept),)),))
+    pair = len(kept)
+    return Signature((kept,), ((*kept, (pair,)),), whole=frozenset({pair}))

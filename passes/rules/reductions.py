@@ -153,16 +153,3 @@ def rms_norm_backward(call: Call) -> Signature:
     affine = (letters[inner:],) * (len(call.operands) - 3)
     results = (letters, letters[inner:])[: len(call.result_shapes)]
     return Signature((letters, letters, statistics, *affine), results, whole=frozenset(range(inner, rank)))
-
-
-@rule(aten.native_group_norm.default)
-def group_norm(call: Call) -> Signature | None:
-    """[n, c, ...] normalised over groups of channels and all inner positions."""
-    if len(call.shape) < 2:
-        return None
-    letters = tuple((i,) for i in range(len(call.shape)))
-    affine = (letters[1:2],) * (len(call.operands) - 1)
-    group = (len(letters),)
-    statistics = (letters[0], group)
-    whole = frozenset({*range(1, len(letters)), group[0]})
-    return Signature((letters, *affine), (letters, statistics, statistics), whole=whole)

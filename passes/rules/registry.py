@@ -117,6 +117,11 @@ def rule_for(node: fx.Node) -> Rule | None:
     found = RULES.get(node.target)
     if found is not None:
         return found
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return broadcast
-    return None
+    return broadcast if is_tagged_pointwise(node.target) else None
+
+
+def is_tagged_pointwise(target: Any) -> bool:
+    """`equal` bears the tag as well, and compares whole tensors."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)

@@ -50,7 +50,7 @@ class AxisTable:
         """
         todo_left, todo_right = list(reversed(self.resolve(left))), list(reversed(self.resolve(right)))
         while todo_left and todo_right:
-            a, b = todo_left.pop(), todo_right.pop()
+            a, b = self._next(todo_left), self._next(todo_right)
             if a == b:
                 continue
             if self.size(a) == self.size(b):
@@ -75,7 +75,7 @@ class AxisTable:
             while left != 1:
                 if not todo:
                     return None
-                atom = todo.pop()
+                atom = self._next(todo)
                 rest = quotient(left, self.size(atom))
                 if rest is not None:
                     dim.append(atom)
@@ -86,6 +86,11 @@ class AxisTable:
                     return None
             dims.append(tuple(dim))
         return None if todo else tuple(dims)
+
+    def _next(self, todo: list[Atom]) -> Atom:
+        """Take an atom off a reversed list; one that was split or matched since it was put there is resolved again."""
+        todo.extend(reversed(self.resolve((todo.pop(),))))
+        return todo.pop()
 
     def _refine(self, atom: Atom, outer: Size) -> bool:
         """Split an atom into `outer` times the rest, where that divides."""

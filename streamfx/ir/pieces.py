@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeAlias
 
 
@@ -107,9 +108,9 @@ def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
 
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
     """Where `factor * delta + offset <relation> value` holds, as pieces of truth values."""
-    if slope.factor == 0:
+    if slope.factor == 0 or not math.isfinite(value):
         return everywhere(Const(_relation(relation, slope.offset, value)))
-    edge = (value - slope.offset) / slope.factor
+    edge = (Fraction(value) - slope.offset) / slope.factor
     if slope.factor < 0:
         relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
     at, above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge

@@ -37,6 +37,10 @@ class shifted_start(sympy.Function):
     """The first of them; same arguments as `shifted_count`."""
 
 
+class shifted_before(sympy.Function):
+    """How many of the chunk's rows lie before the first of them; same arguments as `shifted_count`."""
+
+
 def member_bounds(start: int, stop: int, length: int, offset: int, rows: int) -> tuple[int, int]:
     """First row and number of rows of a member axis in chunk [start, stop).
 
@@ -61,6 +65,12 @@ def shifted_bounds(start: int, stop: int, length: int, offset: int, rows: int, b
     return low, high - low
 
 
+def rows_before(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int) -> int:
+    """How many rows of the chunk lie before row 0 of the other axis: all or none where the two do not meet."""
+    first, count = member_bounds(start, stop, length, offset, rows)
+    return min(max(-first - by, 0), count)
+
+
 def rows_in_chunk(rows: Rows, length: Size) -> Size:
     """The number of rows of an axis in the current chunk, as an expression."""
     if rows.offset == 0 and rows.length == length:
@@ -80,6 +90,10 @@ def rows_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
 
 def first_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
     return shifted_start(START, STOP, length, rows.offset, rows.length, by, own)
+
+
+def rows_before_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
+    return shifted_before(START, STOP, length, rows.offset, rows.length, by, own)
 
 
 def rows_in_span(rows: Rows, span: Span) -> Size:
@@ -129,6 +143,7 @@ _FUNCTIONS: dict[str, Any] = {
     "member_count": _unbounded(member_bounds, 1),
     "shifted_start": _unbounded(shifted_bounds, 0),
     "shifted_count": _unbounded(shifted_bounds, 1),
+    "shifted_before": rows_before,
     "span_start": _unbounded(span_bounds, 0),
     "span_count": _unbounded(span_bounds, 1),
 }

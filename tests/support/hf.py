@@ -1,0 +1,144 @@
+"""Tiny configurations of Hugging Face's decoders. Import after `widen_transformers()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, WIDTH, HEADS, KEY_HEADS, HEAD, WINDOW = 23, 16, 4, 2, 4, 5
+ROTARY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "head_dim": HEAD,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama(**more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**ROTARY, **more))
+
+
+def qwen3(tied: bool = False, **more: Any) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**ROTARY, tie_word_embeddings=tied, **more))
+
+
+def qwen3_tied(**more: Any) -> nn.Module:
+    return qwen3(tied=True, **more)
+
+
+def mistral(**more: Any) -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**ROTARY, sliding_window=WINDOW, **more))
+
+
+def gemma2(**more: Any) -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    own = {**ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD}
+    return Gemma2ForCausalLM(Gemma2Config(**own, **more))
+
+
+def gemma3(**more: Any) -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    own = {**ROTARY, "num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD, "layer_types": kinds}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**own, **more}))
+
+
+def gemma3_short(**more: Any) -> nn.Module:
+    return gemma3(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], **more)
+
+
+def gpt2(**more: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    own = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 64}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ids = {"use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+    model = GPT2LMHeadModel(GPT2Config(**{**own, **dropout, **ids, **more}))
+    model.loss_type = "ForCausalLM"  # else a warning in the loss breaks the graph
+    return model
+
+
+def gpt_neox(**more: Any) -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    own = {name: value for name, value in ROTARY.items() if name not in ("num_key_value_heads", "head_dim")}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**own, rotary_pct=0.5, **more))
+
+
+def phi3(**more: Any) -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    own = {name: value for name, value in ROTARY.items() if name != "head_dim"}
+    return Phi3ForCausalLM(Phi3Config(**own, **more))
+
+
+def olmo2(**more: Any) -> nn.Module:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    own = {name: value for name, value in ROTARY.items() if name != "head_dim"}
+    return Olmo2ForCausalLM(Olmo2Config(**own, **more))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "qwen3_tied": qwen3_tied,
+    "mistral": mistral,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3_short": gemma3_short,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "phi3": phi3,
+    "olmo2": olmo2,
+}
+IMPLEMENTATIONS = [
+    (name, attention)
+    for name in MODELS
+    for attention in ("sdpa", "eager")
+    if (name, attention) != ("gemma2", "sdpa")  # transformers refuses it: SDPA knows no softcap
+]
+_LOCAL = {"mistral": {f"window({WINDOW})"}}
+_LOCAL |= dict.fromkeys(("gemma2", "gemma3", "gemma3_short"), {f"window({WINDOW})", "causal"})
+
+
+def verdicts(name: str, attention: str = "sdpa", layout: str = "plain") -> set[str]:
+    """What each attention of a model has to be found to be.
+
+    Masks from outside and positions from outside cannot be proven causal. With a padding mask, eager attention adds a huge
+    negative number, so a row of padding alone sees all keys, later ones too: that is not causal either.
+    """
+    given = layout.startswith("packed") or (attention == "eager" and layout.endswith(("padding", "mask_given")))
+    return {"masked"} if given else _LOCAL.get(name, {"causal"})
+
+
+def made(name: str, attention: str = "sdpa", seed: int = 0, **more: Any) -> nn.Module:
+    """A model in float64; its norms are drawn too, so that no weight is one or zero."""
+    torch.manual_seed(seed)
+    model = MODELS[name](attn_implementation=attention, **more).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(8)  # the usual 0.02 leaves attention almost uniform
+    return model

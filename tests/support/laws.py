@@ -1,0 +1,141 @@
+"""The law of a rule: an operator on the rows of a chunk, with the operands it demands, gives the chunk of its results.
+
+A graph of one operator goes through the compiler's own passes with any of its axes taken for the sequence, so that the rule
+is read as the compiler reads it: letters, axes, demand, sizes of a chunk, sums over chunks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from streamfx.ir.axes import Atom
+from streamfx.ir.facts import AxisFacts, Facts, Form, SequenceAxis
+from streamfx.ir.joint import joint_graph
+from streamfx.options import Options
+from streamfx.passes import pipeline
+from streamfx.passes.axes import _members, axes_of
+from streamfx.passes.canonicalize import _number_random_operators
+from streamfx.runtime.outer import OuterRunner
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator and its arguments. `random` results are compared by shape only."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    random: bool = False
+
+    def results(self) -> tuple[Tensor, ...]:
+        made = self.target(*self.args, **self.kwargs)
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A call as a joint graph without a backward half, and the tensors that go in and come out."""
+
+    facts: Facts
+    node: fx.Node
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    @property
+    def axes(self) -> AxisFacts:
+        assert self.facts.axes is not None
+        return self.facts.axes
+
+
+def traced(call: Call) -> Traced:
+    graph = fx.Graph()
+    inputs: list[Tensor] = []
+
+    def placeholder(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        node = graph.placeholder(f"primals_{len(inputs) + 1}")
+        node.meta["val"] = item
+        inputs.append(item)
+        return node
+
+    args, kwargs = pytree.tree_map(placeholder, (call.args, dict(call.kwargs)))
+    results = call.results()
+    node = graph.call_function(call.target, args, kwargs)
+    outputs: list[Any] = [node]
+    if isinstance(made := call.target(*call.args, **call.kwargs), (tuple, list)):
+        node.meta["val"] = tuple(made)
+        outputs = []
+        for i, item in enumerate(made):
+            outputs.append(graph.call_function(operator.getitem, (node, i)))
+            outputs[-1].meta["val"] = item
+    else:
+        node.meta["val"] = made
+    graph.output(tuple(outputs))
+    _number_random_operators(graph)
+    joint = joint_graph(graph, len(inputs), len(outputs))
+    axes = replace(axes_of(joint), static=frozenset())  # else values that follow from integers run whole
+    return Traced(Facts(joint, axes=axes), node, tuple(inputs), results)
+
+
+def atoms(one: Traced) -> list[Atom]:
+    """All axes that the call's operands and results have."""
+    table = one.axes.table
+    shapes = [*one.axes.shapes.values(), *one.axes.results[one.node]]
+    return sorted({atom for shape in shapes for dim in shape for atom in table.resolve(dim)})
+
+
+def is_whole(one: Traced, atom: Atom) -> bool:
+    """Whether the rule asks for all rows of an axis, or of one cut out of it."""
+    signature, letters = one.axes.signatures[one.node], one.axes.letters[one.node]
+    with_atom = {letter for letter, dim in letters.items() if atom in one.axes.table.resolve(dim)}
+    shifted = {source for letter, (source, _) in signature.shifts.items() if letter in with_atom}
+    return bool((with_atom | shifted) & signature.whole)
+
+
+def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[Form, ...]]:
+    """The results of the call, made in chunks along an axis; and in which form."""
+    axes = one.axes
+    sequence = SequenceAxis(atom, axes.table.size(atom), _members(atom, axes))
+    facts = replace(one.facts, axes=replace(axes, sequence=sequence))
+    for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
+        if step.name not in ("canonicalize", "axes"):
+            facts = step.apply(facts)
+    assert facts.demand is not None and facts.program is not None
+    results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])
+    return list(results), facts.demand.forms[one.node]
+
+
+def check(call: Call, chunk_size: int) -> Iterator[str]:
+    """Hold a call to the law along every axis; yields the axes that streamed."""
+    one = traced(call)
+    assert one.node in one.axes.signatures, f"the rule declines: {one.axes.declined.get(one.node)}"
+    for atom in atoms(one):
+        made, forms = streamed(one, atom, chunk_size)
+        where = f"{call.target} along axis {atom} in chunks of {chunk_size}"
+        runs_whole = all(form in (Form.SCALAR, Form.WHOLE) for form in forms)
+        assert not runs_whole or is_whole(one, atom) or not one.inputs or _only_cut(one, atom), f"{where} ran whole"
+        for actual, truth in zip(made, one.results, strict=True):
+            assert_same(actual, truth, where, call.random)
+        if not runs_whole:
+            yield where
+
+
+def _only_cut(one: Traced, atom: Atom) -> bool:
+    """A slice's own axis has no rows to give where the longer one is no sequence."""
+    signature = one.axes.signatures[one.node]
+    return bool(signature.shifts)
+
+
+def assert_same(actual: Tensor, truth: Tensor, where: str, random: bool) -> None:
+    assert actual.shape == truth.shape, f"{where}: shape {tuple(actual.shape)} instead of {tuple(truth.shape)}"
+    assert actual.dtype == truth.dtype, f"{where}: {actual.dtype} instead of {truth.dtype}"
+    if not random:
+        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-13, equal_nan=True, msg=lambda text: f"{where}\n{text}")

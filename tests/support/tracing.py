@@ -1,0 +1,84 @@
+"""A function through AOTAutograd without Dynamo: tracing for tests that need thousands of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import aot_function
+from torch import Tensor, nn
+
+from streamfx.ir.facts import Facts
+from streamfx.options import resolved
+from streamfx.passes.rules import TAKEN_APART
+from streamfx.torch_private import get_decompositions
+from tests.support.exactness import (
+    TOLERANCE,
+    Recorded,
+    Recorder,
+    assert_small,
+    check_streamed,
+    compare_replayed,
+    gradient_errors,
+    relative_error,
+)
+
+
+def traced(function: Callable[..., Tensor], tensors: Sequence[Tensor], **options: Any) -> tuple[Recorded, Tensor]:
+    """Run `function`, forward and backward, through the backend; returns what was recorded and the result."""
+    recorded = Recorded(None, resolved({"outputs": "dense", **options}))  # type: ignore[arg-type]
+    compiled = aot_function(
+        function,
+        fw_compiler=recorded.run_forward,
+        bw_compiler=recorded.run,
+        partition_fn=recorded.partition,
+        decompositions=get_decompositions(TAKEN_APART),
+    )
+    result: Tensor = compiled(*tensors)
+    result.backward()  # type: ignore[no-untyped-call]
+    return recorded, result.detach()
+
+
+def compare_function(
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    chunk_sizes: Iterable[int],
+    tolerance: float = TOLERANCE,
+    streams: bool | None = None,
+    attention: set[str] | None = None,
+) -> Facts:
+    """Assert that a function of tensors to a number, rewritten for each chunk size, has eager's result and gradients."""
+    first, *others = chunk_sizes
+    truth = function(*tensors)
+    truth.backward()  # type: ignore[no-untyped-call]
+    wanted = take_gradients(tensors)
+    recorded, actual = traced(function, tensors, chunk_size=first, loss_chunk_size=first)
+    found = gradient_errors(take_gradients(tensors), wanted) | {"result": relative_error(actual, truth.detach())}
+    assert_small(found, tolerance, f"chunks of {first}")
+    check_streamed(recorded.facts, streams, attention)
+    for size in others:
+        compare_replayed(Recorder(recorded.options, [recorded]), size, tolerance, {})
+    return recorded.facts[-1]
+
+
+def take_gradients(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """The gradients by position, cleared."""
+    found: dict[str, Tensor | None] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor.requires_grad:
+            found[str(position)] = tensor.grad
+            tensor.grad = None
+    return found
+
+
+def as_function(model: nn.Module, *inputs: Tensor) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A module as a function of its parameters and inputs."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def function(*tensors: Tensor) -> Tensor:
+        own, given = tensors[: len(names)], tensors[len(names) :]
+        result: Tensor = torch.func.functional_call(model, dict(zip(names, own, strict=True)), given)
+        return result
+
+    return function, [*parameters, *inputs]

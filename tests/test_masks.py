@@ -1,0 +1,407 @@
+"""What a mask is found to hide has to be hidden: named cases, near misses, and masks composed at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamfx.ir.facts import Facts, Role
+from tests.support.tracing import compare_function
+
+LENGTH, HEAD = 9, 4
+INF = float("inf")
+Mask: TypeAlias = "Callable[[Tensor], Tensor]"  # scores [B, H, T, T] to scores
+
+
+def attention(mask: Mask) -> Callable[..., Tensor]:
+    """Spelled-out attention of q, k, v [B, H, T, D], to a number."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(HEAD)
+        out = torch.softmax(mask(scores, *data), -1) @ v
+        return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
+
+    return function
+
+
+def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
+    """SDPA with the mask made for `length` rows."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2], *data), **more)
+        return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
+
+    return function
+
+
+def qkv(batch: int = 2, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(batch, 2, length, HEAD, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def rows(t: int) -> Tensor:
+    return torch.arange(t)[:, None]
+
+
+def columns(t: int) -> Tensor:
+    return torch.arange(t)[None, :]
+
+
+def spans(facts: Facts) -> set[str]:
+    """The spans of keys of the operators that are no masks themselves."""
+    assert facts.causality is not None and facts.demand is not None
+    return set(facts.causality.verdicts.values())
+
+
+# -- what is to be found
+
+T = LENGTH
+VISIBLE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "column <= row": (lambda: columns(T) <= rows(T), "causal"),
+    "row >= column": (lambda: rows(T) >= columns(T), "causal"),
+    "column < row + 1": (lambda: columns(T) < rows(T) + 1, "causal"),
+    "not column > row": (lambda: ~(columns(T) > rows(T)), "causal"),
+    "difference": (lambda: (rows(T) - columns(T)) >= 0, "causal"),
+    "scaled": (lambda: 3 * columns(T) <= 3 * rows(T) + 2, "causal"),
+    "from minus": (lambda: -rows(T) <= -columns(T), "causal"),
+    "tril": (lambda: torch.ones(T, T).tril() == 1, "causal"),
+    "tril of booleans": (lambda: torch.ones(T, T, dtype=torch.bool).tril(), "causal"),
+    "not triu": (lambda: torch.ones(T, T).triu(1) == 0, "causal"),
+    "window": (lambda: (columns(T) <= rows(T)) & (columns(T) > rows(T) - 3), "window(3)"),
+    "band of two triangles": (lambda: torch.ones(T, T).tril().triu(-2).bool(), "window(3)"),
+    "distance": (lambda: (rows(T) - columns(T)).abs() < 3, "band([s-2, e+2))"),
+    "cumulated ones": (lambda: columns(T) < torch.ones(T, dtype=torch.long).cumsum(0)[:, None], "causal"),
+    "only itself": (lambda: columns(T) == rows(T), "window(1)"),
+    "strictly before or itself": (lambda: (columns(T) < rows(T)) | (columns(T) == rows(T)), "causal"),
+}
+HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda s, visible: s.masked_fill(~visible, -INF),
+    "where": lambda s, visible: torch.where(visible, s, -INF),
+    "where turned": lambda s, visible: torch.where(~visible, torch.full_like(s, -INF), s),
+    "added": lambda s, visible: s + torch.zeros(T, T, dtype=s.dtype).masked_fill(~visible, -INF),
+    "logarithm": lambda s, visible: s + visible.to(s.dtype).log(),
+    "huge": lambda s, visible: s.masked_fill(~visible, torch.finfo(s.dtype).min),
+}
+
+
+@pytest.mark.parametrize("hide", HIDE)
+@pytest.mark.parametrize("name", VISIBLE)
+def test_masks_that_are_understood(name: str, hide: str) -> None:
+    visible, verdict = VISIBLE[name]
+    compare_function(
+        attention(lambda scores: HIDE[hide](scores, visible())), qkv(), (2, 1, 4), streams=True, attention={verdict}
+    )
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_fused_masks_that_are_understood(name: str, kind: str) -> None:
+    visible, verdict = VISIBLE[name]
+
+    def mask(t: int) -> Tensor:
+        return visible() if kind == "boolean" else torch.where(visible(), 0.0, -INF).double()
+
+    compare_function(fused(mask), qkv(), (2, 1, 4), streams=True, attention={verdict})
+
+
+def test_no_mask_and_causal_flag() -> None:
+    compare_function(fused(lambda t: None), qkv(), (2, 1, 4), streams=True, attention={"masked"})  # type: ignore[arg-type,return-value]
+    causal = fused(lambda t: None, is_causal=True)  # type: ignore[arg-type,return-value]
+    compare_function(causal, qkv(), (2, 1, 4), streams=True, attention={"causal"})
+
+
+# -- near misses: exact, and not called what they resemble
+
+NEAR: dict[str, tuple[Mask, str]] = {
+    "one step ahead": (lambda s: s.masked_fill(columns(T) > rows(T) + 1, -INF), "band([0, e+1))"),
+    "tril(1)": (lambda s: s.masked_fill(torch.ones(T, T).tril(1) == 0, -INF), "band([0, e+1))"),
+    "transposed": (lambda s: s.masked_fill(columns(T) < rows(T), -INF), "band([s, T))"),
+    "-1e4": (lambda s: s.masked_fill(columns(T) > rows(T), -1e4), "masked"),
+    "-1e9": (lambda s: s.masked_fill(columns(T) > rows(T), -1e9), "masked"),
+    "turned around": (lambda s: torch.where(columns(T) > rows(T), s, -INF), "band([s+1, T))"),
+    "plus infinity": (lambda s: s.masked_fill(columns(T) > rows(T), INF), "masked"),
+    "zero": (lambda s: s.masked_fill(columns(T) > rows(T), 0.0), "masked"),
+    "times zero": (lambda s: s * (columns(T) <= rows(T)), "masked"),
+    "before the scale": (lambda s: s.masked_fill(columns(T) > rows(T), -INF) * -1.0, "masked"),
+    "columns twice": (lambda s: s.masked_fill(2 * columns(T) > rows(T), -INF), "masked"),
+    "modulo": (lambda s: s.masked_fill(columns(T) % 3 > rows(T) % 3, -INF), "masked"),
+    "flipped": (lambda s: s.masked_fill((columns(T) > rows(T)).flip(1), -INF), "masked"),
+    "rolled": (lambda s: s.masked_fill((columns(T) > rows(T)).roll(1, 0), -INF), "masked"),
+    "by value": (lambda s: s.masked_fill(s > 0.3, -INF), "masked"),
+    "swapped rows": (lambda s: s.masked_fill(columns(T) > rows(T)[torch.arange(T - 1, -1, -1)], -INF), "masked"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_misses(name: str) -> None:
+    mask, _ = NEAR[name]
+    facts = compare_function(attention(mask), qkv(), (2, 1, 4))
+    assert spans(facts) != {"causal"}, "taken for a causal mask"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, verdict) in NEAR.items() if verdict.startswith("band")])
+def test_near_misses_that_are_bands(name: str) -> None:
+    mask, verdict = NEAR[name]
+    compare_function(attention(mask), qkv(), (2, 1, 4), attention={verdict})
+
+
+def test_swapped_rows_and_columns() -> None:
+    """The softmax runs over the first of the two: rows are keys then."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (k @ q.transpose(-2, -1)).masked_fill(rows(T) > columns(T), -INF)  # [keys, queries]
+        return (torch.softmax(scores, -2).transpose(-2, -1) @ v).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
+
+
+def test_softmax_over_queries_is_not_causal() -> None:
+    """Normalised over the rows instead of over the keys, a triangle hides nothing that is needed."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
+        return (torch.softmax(scores, -2) @ v).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+def test_linear_attention_without_a_softmax() -> None:
+    """What is multiplied by zero needs no key either."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.transpose(-2, -1)).tril() @ v).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
+
+
+def test_subtracting_the_largest_score_by_hand() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
+        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+        return ((weights / weights.sum(-1, keepdim=True)) @ v).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+# -- masks that hold data
+
+
+def padding(t: int = T) -> Tensor:
+    """Row 0 is full; row 1 begins with padding."""
+    return torch.arange(t)[None] >= torch.tensor([[0], [3]])
+
+
+@pytest.mark.parametrize("fill", [-INF, torch.finfo(torch.float64).min, -1e9])
+def test_padding_and_causal(fill: float) -> None:
+    """Rows of padding see nothing: NaN for minus infinity, the mean of all values for a finite number."""
+
+    def mask(scores: Tensor, keep: Tensor) -> Tensor:
+        return scores.masked_fill(~((columns(T) <= rows(T)) & keep[:, None, None, :]), fill)
+
+    inputs = qkv()
+    given = [*inputs, padding()]
+    if fill == -INF:
+        given[-1] = torch.arange(T)[None] < torch.tensor([[T], [6]])  # padding on the right: each row sees something
+    compare_function(attention(mask), given, (2, 1, 4))
+
+
+def test_rows_that_see_nothing_at_all() -> None:
+    compare_function(fused(lambda t, keep: (columns(t) <= rows(t)) & keep[:, None, None, :]), [*qkv(), padding()], (2, 1, 4))
+
+
+def test_causal_and_data_is_causal() -> None:
+    def mask(scores: Tensor, keep: Tensor) -> Tensor:
+        return scores.masked_fill(~((columns(T) <= rows(T)) & (keep[:, None, None, :] | (columns(T) == rows(T)))), -INF)
+
+    compare_function(attention(mask), [*qkv(), padding()], (2, 1, 4), streams=True, attention={"causal"})
+
+
+def test_causal_or_data_is_not_causal() -> None:
+    def mask(scores: Tensor, keep: Tensor) -> Tensor:
+        return scores.masked_fill(~((columns(T) <= rows(T)) | keep[:, None, None, :]), -INF)
+
+    compare_function(attention(mask), [*qkv(), padding()], (2, 1, 4), streams=True, attention={"masked"})
+
+
+def test_prefix_language_model() -> None:
+    """Causal, except that all see the first few tokens: how many is data."""
+
+    def mask(scores: Tensor, prefix: Tensor) -> Tensor:
+        return scores.masked_fill(~((columns(T) <= rows(T)) | (columns(T) < prefix)), -INF)
+
+    compare_function(attention(mask), [*qkv(), torch.tensor(4)], (2, 1, 4), streams=True, attention={"masked"})
+
+
+def test_documents() -> None:
+    document = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2, 2]])
+
+    def mask(scores: Tensor, document: Tensor) -> Tensor:
+        same = document[:, None, :, None] == document[:, None, None, :]
+        return scores.masked_fill(~(same & (columns(T) <= rows(T))), -INF)
+
+    compare_function(attention(mask), [*qkv(), document], (2, 1, 4), streams=True, attention={"causal"})
+
+
+def test_an_offset_that_is_data() -> None:
+    """`column <= row + offset` with an offset known only at run time."""
+
+    def mask(scores: Tensor, offset: Tensor) -> Tensor:
+        return scores.masked_fill(columns(T) > rows(T) + offset, -INF)
+
+    for offset in (0, 2):
+        compare_function(attention(mask), [*qkv(), torch.tensor(offset)], (2, 1, 4), attention={"masked"})
+
+
+# -- queries and keys that are shifted against each other
+
+
+@pytest.mark.parametrize("query_first", [0, 1])
+def test_causal_flag_between_shifted_slices(query_first: int) -> None:
+    """`is_causal` compares indices, not positions: query i + a sees key i + b and all before."""
+
+    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        end = T - 1 + query_first
+        q = x[:, :, query_first:end]
+        y = x[:, :, 1 - query_first : T - query_first]
+        return F.scaled_dot_product_attention(q, y, y, is_causal=True).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+@pytest.mark.parametrize("query_first", [0, 1])
+def test_triangle_between_shifted_slices(query_first: int) -> None:
+    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        q = x[:, :, query_first : T - 1 + query_first]
+        y = x[:, :, 1 - query_first : T - query_first]
+        scores = (q @ y.transpose(-2, -1)).masked_fill(columns(T - 1) > rows(T - 1), -INF)
+        return (scores.softmax(-1) @ y).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+def test_fewer_queries_than_keys() -> None:
+    """The last rows only: aligned at the end."""
+
+    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        q = x[:, :, 3:]
+        scores = (q @ x.transpose(-2, -1)).masked_fill(columns(T) > rows(T - 3) + 3, -INF)
+        return (scores.softmax(-1) @ x).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+# -- masks composed at random
+
+small = st.integers(-4, 4)
+
+
+@st.composite
+def visible(draw: st.DrawFn, depth: int = 2) -> str:
+    """An expression in r, c (positions), t (length), data `keep` [B, 1, 1, T] and `doc` [B, 1, T, 1], `docs` [B, 1, 1, T]."""
+    if depth and draw(st.booleans()):
+        one, other = draw(visible(depth - 1)), draw(visible(depth - 1))
+        form = draw(st.sampled_from(["({} & {})", "({} | {})", "torch.where({}, {}, r >= c)", "({} & {})"]))
+        return form.format(one, other)
+    number = draw(small)
+    leaf = draw(
+        st.sampled_from(
+            [
+                f"(c <= r + {number})",
+                f"(r - c < {abs(number) + 1})",
+                f"(c > r - {number})",
+                f"((r - c).abs() <= {abs(number)})",
+                f"(c != r + {number})",
+                f"(2 * c <= 2 * r + {number})",
+                f"(c < {abs(number)})",
+                f"(r >= {abs(number)})",
+                f"(torch.ones(t, t).tril({number}) == 1)",
+                f"(torch.ones(t, t).triu({number}) == 0)",
+                f"torch.ones(t, t, dtype=torch.bool).triu({number})",
+                "keep",
+                "(doc == docs)",
+            ]
+        )
+    )
+    return f"(~{leaf})" if draw(st.integers(0, 4)) == 0 else leaf
+
+
+HIDINGS = [
+    "s.masked_fill(~m, float('-inf'))",
+    "torch.where(m, s, float('-inf'))",
+    "s + torch.zeros(t, t, dtype=s.dtype).masked_fill(~m, float('-inf'))",
+    "s.masked_fill(~m, torch.finfo(s.dtype).min)",
+    "s.masked_fill(~m, -1e4)",
+    "s + m.to(s.dtype).log()",
+    "s + (1 - m.to(s.dtype)) * -1e9",
+    "s + (1 - m.to(s.dtype)) * torch.finfo(s.dtype).min",
+    "torch.where(m, 5 * torch.tanh(s / 5), float('-inf'))",
+    "(s - (r - c).to(s.dtype)).masked_fill(~m, float('-inf'))",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(visible(), st.sampled_from(HIDINGS), st.integers(1, 10), st.integers(0, 99))
+def test_random_masks(expression: str, hiding: str, chunk_size: int, seed: int) -> None:
+    """Whatever a mask is found to be, the result is exact. Each row sees itself, else eager's own result is NaN."""
+    t = 7
+
+    def mask(s: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        r, c = rows(t), columns(t)
+        names = {"r": r, "c": c, "t": t, "torch": torch, "s": s}
+        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
+        m = eval(expression, names) | (r == c)
+        return eval(hiding, {**names, "m": m})  # type: ignore[no-any-return]
+
+    torch.manual_seed(seed)
+    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
+    compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(visible(), st.booleans(), st.booleans(), st.integers(1, 10), st.integers(0, 99))
+def test_random_fused_masks(expression: str, additive: bool, causal: bool, chunk_size: int, seed: int) -> None:
+    """The same, of a fused operator, where rows that see nothing give zero."""
+    t = 7
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        names = {"r": rows(t), "c": columns(t), "t": t, "torch": torch}
+        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
+        m: Tensor = eval(expression, names)
+        if causal:
+            m = m & (rows(t) >= columns(t))
+        given = torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF) if additive else m
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=given).pow(2).sum()
+
+    torch.manual_seed(seed)
+    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
+    compare_function(function, [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(visible(depth=1), st.integers(0, 99))
+def test_roles_are_rows_and_keys(expression: str, seed: int) -> None:
+    """Every operator with scores has one of each."""
+    t = 7
+
+    def mask(s: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        names = {"r": rows(t), "c": columns(t), "t": t, "torch": torch}
+        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
+        return s.masked_fill(~(eval(expression, names) | (rows(t) == columns(t))), -INF)
+
+    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
+    facts = compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (3,), streams=True)
+    assert facts.demand is not None and facts.axes is not None
+    for node, roles in facts.demand.roles.items():
+        if len(facts.axes.sequence_dims(facts.axes.results[node][0])) == 2:
+            assert sorted(role.value for role in roles.values()) == [Role.KEYS.value, Role.ROWS.value], node

@@ -1,0 +1,112 @@
+"""Facts by interval of delta against evaluation at every delta."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamfx.ir.pieces import (
+    ORDINARY,
+    UNKNOWN,
+    Const,
+    Fact,
+    Pieces,
+    Slope,
+    absolute,
+    combined,
+    compare_slope,
+    everywhere,
+    joined,
+)
+
+DELTAS = range(-40, 41)
+RELATIONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne}
+slopes = st.builds(Slope, st.integers(-3, 3), st.integers(-9, 9))
+facts = st.one_of(st.builds(Const, st.integers(-2, 2)), slopes, st.sampled_from([ORDINARY, UNKNOWN]))
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> Pieces:
+    cuts = sorted(draw(st.sets(st.integers(-12, 12), max_size=4)))
+    return joined(cuts, draw(st.lists(facts, min_size=len(cuts) + 1, max_size=len(cuts) + 1)))
+
+
+def value(fact: Fact, delta: int) -> float | bool | None:
+    if isinstance(fact, Const):
+        return fact.value
+    return fact.factor * delta + fact.offset if isinstance(fact, Slope) else None
+
+
+@given(st.sampled_from(sorted(RELATIONS)), slopes, st.one_of(st.integers(-20, 20), st.floats(allow_nan=False)))
+def test_compare_slope(relation: str, slope: Slope, bound: float) -> None:
+    found = compare_slope(relation, slope, bound)
+    for delta in DELTAS:
+        assert found.at(delta) == Const(RELATIONS[relation](slope.factor * delta + slope.offset, bound)), delta
+
+
+@given(slopes)
+def test_absolute(slope: Slope) -> None:
+    found = absolute(slope)
+    for delta in DELTAS:
+        assert value(found.at(delta), delta) == abs(slope.factor * delta + slope.offset)
+
+
+@given(pieces())
+def test_joined_keeps_what_holds_and_has_no_equal_neighbours(one: Pieces) -> None:
+    assert all(a != b for a, b in zip(one.facts, one.facts[1:], strict=False))
+    assert list(one.cuts) == sorted(set(one.cuts))
+    assert len(one.facts) == len(one.cuts) + 1
+
+
+@given(pieces(), pieces())
+def test_combined_applies_a_function_at_every_delta(one: Pieces, other: Pieces) -> None:
+    def first_known(a: Fact, b: Fact) -> Pieces:
+        return everywhere(b if a is UNKNOWN else a)
+
+    made = combined(first_known, one, other)
+    for delta in DELTAS:
+        wanted = other.at(delta) if one.at(delta) is UNKNOWN else one.at(delta)
+        assert made.at(delta) == wanted
+
+
+@given(pieces(), st.integers(-10, 10))
+def test_combined_with_a_function_that_returns_pieces(one: Pieces, bound: int) -> None:
+    def positive(fact: Fact) -> Pieces:
+        return compare_slope("gt", fact, bound) if isinstance(fact, Slope) else everywhere(fact)
+
+    made = combined(positive, one)
+    for delta in DELTAS:
+        fact = one.at(delta)
+        wanted = Const(fact.factor * delta + fact.offset > bound) if isinstance(fact, Slope) else fact
+        assert made.at(delta) == wanted, delta
+
+
+@given(pieces())
+def test_support_holds_all_that_is_no_identity(one: Pieces) -> None:
+    def is_zero(fact: Fact) -> bool:
+        return isinstance(fact, Const) and fact.value == 0
+
+    low, high = one.support(is_zero)
+    for delta in DELTAS:
+        if (low is not None and delta < low) or (high is not None and delta > high):
+            assert is_zero(one.at(delta))
+    everything = [delta for delta in DELTAS if not is_zero(one.at(delta))]
+    if everything and low is not None:
+        assert low == min(everything)
+    if everything and high is not None:
+        assert high == max(everything)
+
+
+def test_ends_are_open() -> None:
+    assert everywhere(UNKNOWN).support(lambda fact: isinstance(fact, Const)) == (None, None)
+    causal = Pieces((1,), (ORDINARY, Const(-math.inf)))
+    assert causal.support(lambda fact: fact == Const(-math.inf)) == (None, 0)
+
+
+@given(slopes, st.integers(-5, 5))
+def test_true_and_one_are_told_apart_only_by_use(slope: Slope, bound: int) -> None:
+    """A comparison gives truth values, whatever the numbers are."""
+    assert all(isinstance(fact, Const) and isinstance(fact.value, bool) for fact in compare_slope("eq", slope, bound).facts)
