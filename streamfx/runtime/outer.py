@@ -18,4 +18,7 @@ class OuterRunner:
 
     def __call__(self, arguments: list[Any]) -> Any:
         with torch.no_grad():
-            return self._interpreter.boxed_run(arguments)
+            try:
+                return self._interpreter.boxed_run(arguments)
+            finally:
+                self._interpreter.env = {}  # it would keep the results, and with them all that is saved, until the next run
