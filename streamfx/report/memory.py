@@ -1,0 +1,114 @@
+"""Predicts what a step costs: its program is run on fake tensors, by the runtime that runs it on real ones.
+
+Loops run few of their chunks (see `sampling.py`), so the time does not depend on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from streamfx.report.meter import Meter
+from streamfx.report.sampling import SampledLoop
+from streamfx.runtime.loop import Loop
+from streamfx.runtime.outer import OuterRunner
+from streamfx.torch_private import size_hint
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step through one graph costs; bytes do not count parameters and inputs.
+
+    forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
+    held: bytes that the forward half leaves: results and saved values. gradients: bytes that the backward half leaves.
+    loops: FLOPs of each loop.
+    """
+
+    forward_peak: int
+    backward_peak: int
+    held: int
+    gradients: int
+    flops: int
+    loops: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+
+def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> Cost:
+    """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half."""
+    meter = Meter()
+    forward, backward = sampled(forward, meter), None if backward is None else sampled(backward, meter)
+    with FakeTensorMode(), torch.no_grad():
+        inputs = [made_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder")]
+        with meter:
+            results = list(OuterRunner(forward)(list(inputs)))
+            forward_peak, held = meter.restart_peak(), meter.live
+            outputs, saved = results[:num_outputs], results[num_outputs:]
+            del results
+            gradients = None if backward is None else _run_backward(backward, saved)
+            cost = Cost(
+                forward_peak=forward_peak,
+                backward_peak=meter.peak if backward is not None else 0,
+                held=held,
+                gradients=_bytes_of(gradients),
+                flops=meter.flops,
+                loops={**_loop_flops(forward), **_loop_flops(backward)},
+            )
+        del outputs, gradients, inputs
+    return cost
+
+
+def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
+    """Feed what was saved (numbers last, which the backward half takes first) and gradients of the results."""
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    numbers = [value for value in saved if not isinstance(value, Tensor)]
+    tensors = [value for value in saved if isinstance(value, Tensor)]
+    saved.clear()
+    arguments = [*numbers, *tensors]
+    arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
+    del numbers, tensors
+    return OuterRunner(backward)(arguments)
+
+
+def sampled(module: fx.GraphModule, meter: Meter) -> fx.GraphModule:
+    """The same outer graph, with loops that run few of their chunks."""
+    root = nn.Module()
+    for name, child in module.named_children():
+        root.add_module(name, SampledLoop(child.spec, meter) if isinstance(child, Loop) else child)
+    return fx.GraphModule(root, module.graph)
+
+
+def made_like(value: Any) -> Any:
+    """A tensor like the one that a value of the trace stands for, with symbolic sizes as they were when traced."""
+    if not isinstance(value, Tensor):
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+    size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
+    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+
+
+def bytes_like(value: Any) -> int:
+    """Bytes of the tensor that a value of the trace stands for."""
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.element_size()
+
+
+def _bytes_of(tensors: Sequence[Any] | None) -> int:
+    kept = {tensor.untyped_storage()._cdata: tensor for tensor in tensors or () if isinstance(tensor, Tensor)}
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _loop_flops(module: fx.GraphModule | None) -> dict[str, int]:
+    if module is None:
+        return {}
+    return {name: child.flops for name, child in module.named_children() if isinstance(child, SampledLoop)}
