@@ -22,7 +22,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def _plain(path: str) -> str:
-    path = re.sub(r"^L\['self'\]\.?", "", path)
+    path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\._parameters\['([^']+)'\]", r".\1", path)
     return re.sub(r"\['?([^']+?)'?\]", r".\1", path).strip(".")

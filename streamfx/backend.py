@@ -17,6 +17,7 @@ from streamfx.ir.pieces import Pieces
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
+from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import aot_autograd, default_partition, is_held_by_model, keep_saved_tensors
 
@@ -105,7 +106,7 @@ class Compilation:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         joint = facts.joint
         try:
-            facts = run_pipeline(facts, self.options)
+            facts = run_pipeline(facts, self.options, after=show_product)
         except Exception as error:
             if self.options.strict:
                 raise
