@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from streamfx.ir.program import (
     Selector,
     Shifted,
     Stacked,
-    Summed,
 )
 from streamfx.ir.sizes import shape_of
 
@@ -41,9 +40,9 @@ class Known:
     shapes: Mapping[str, str]
     names: Mapping[int, str]
 
-    def name(self, node: fx.Node) -> str:
-        """The name of the joint graph's value that a node of an outer graph or of a body makes, else its own."""
-        return str(node.meta.get("joint") or self.names.get(id(node.meta.get("val")), node.name))
+    def name(self, node: fx.Node) -> str | None:
+        """The name of the joint graph's value that a node of an outer graph or of a body makes."""
+        return node.meta.get("joint") or self.names.get(id(node.meta.get("val")))
 
 
 class Scope:
@@ -51,20 +50,19 @@ class Scope:
 
     def __init__(self, graph: fx.Graph, known: Known) -> None:
         self.known = known
-        wanted = Counter(known.name(node) for node in graph.nodes)
-        own = {node.name for node in graph.nodes if node.op == "placeholder"}
-        self._names = {
-            node: name if wanted[name := known.name(node)] == 1 and (name not in own or node.name == name) else node.name
-            for node in graph.nodes
-            if node.op != "placeholder"
-        }
+        made = [node for node in graph.nodes if node.op != "placeholder"]
+        wanted = Counter(known.name(node) or node.name for node in made)
+        wanted.update(node.name for node in graph.nodes if node.op == "placeholder")
+        joint = {node: name for node in made if (name := known.name(node)) and wanted[name] == 1}
+        taken = set(joint.values())
+        self._names = {node: joint.get(node, f"{node.name}_" if node.name in taken else node.name) for node in graph.nodes}
 
     def name(self, node: fx.Node) -> str:
-        return self._names.get(node, node.name)
+        return self._names[node]
 
     def line(self, node: fx.Node) -> str:
         """`name = operator(arguments)  # [axes]`."""
-        shape = self.known.shapes.get(self.known.name(node))
+        shape = self.known.shapes.get(self.known.name(node) or "")
         return f"{self.name(node)} = {call_text(node, self.name)}" + (f"  # {shape}" if shape else "")
 
     def text(self, argument: Any) -> str:
@@ -138,7 +136,7 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, known: Known) -> Iterator[str]:
     given = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
     for item, label in zip(spec.yields, spec.labels, strict=False):
         value = label if isinstance(item, Kept) else scope.text(next(given))
-        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item)}"
+        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [around.text(tensor) for tensor in tensors])}"
 
 
 def _buffer_text(buffer: Buffer, known: Known) -> str:
@@ -169,16 +167,13 @@ def _selector_text(selector: Selector) -> str:
     return str(selector) if isinstance(selector, Span) else "[s, e)"
 
 
-def yield_text(item: Any) -> str:
-    """What becomes of a body's output over all chunks."""
-    match item:
-        case Stacked():
-            return f", stacked along dim {item.placement.dim}"
-        case Summed():
-            divided = f" and divided by {item.count}" if item.count != 1 else ""
-            return f", summed in {dtype_text(item.accumulate)}{divided}"
-        case Kept():
-            return f" = buffer {item.buffer}"
+def yield_text(item: Any, arguments: Sequence[str]) -> str:
+    """Where the result of a loop stands."""
+    if isinstance(item, Stacked):
+        over = "" if item.reuse is None else f", over {arguments[item.reuse]}"
+        return f", stacked along dim {item.placement.dim}{over}"
+    if isinstance(item, Kept):
+        return f" = buffer {item.buffer}{f' / {item.count}' if item.count != 1 else ''}"
     return f", {item}"
 
 
