@@ -52,7 +52,7 @@ def stage_name(nodes: Sequence[fx.Node]) -> str:
 
 
 def _function_name(nodes: Sequence[fx.Node]) -> str:
-    functions = Counter(frame[2] for node in nodes if (frame := _frame(node)))
+    functions = Counter(frame[2] for node in nodes if (frame := _frame(node)) and not frame[2].startswith("<"))
     return functions.most_common(1)[0][0] if functions else ""
 
 

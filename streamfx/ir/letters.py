@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-import torch
-from torch import fx
-
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, Role, Shape
 from streamfx.ir.joint import JointGraph, is_tensor
@@ -67,21 +64,17 @@ def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
 
 
 def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | None:
-    """What stands beside the sequence in token ids, else what most values share with it."""
+    """The axis that most values share with the sequence, among those that no weight has."""
     beside: Counter[Atom] = Counter()
+    weights: set[Atom] = set()
     for node in (*joint.inputs, *joint.nodes):
         if is_tensor(node):
             atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
             if atoms & members:
-                if _holds_tokens(node):
-                    return min(atoms - members, default=None)
-                beside.update(atoms - members)
-    return beside.most_common(1)[0][0] if beside else None
-
-
-def _holds_tokens(node: fx.Node) -> bool:
-    value: torch.Tensor = node.meta["val"]
-    return node.op == "placeholder" and value.dtype in (torch.int64, torch.int32)
+                beside.update(sorted(atoms - members))
+            elif node.op == "placeholder":
+                weights |= atoms
+    return next((atom for atom, _ in beside.most_common() if atom not in weights), None)
 
 
 def _letter(number: int) -> str:

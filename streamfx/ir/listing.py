@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Span
+from streamfx.ir.plan import AutoChunk, ChunkSize
 from streamfx.ir.program import (
     START,
     STOP,
@@ -118,7 +119,7 @@ def _results(call: fx.Node, scope: Scope) -> str:
 def _loop_lines(spec: LoopSpec, call: fx.Node, known: Known) -> Iterator[str]:
     around, scope = Scope(call.graph, known), Scope(spec.body.graph, known)
     tensors = call.args[len(spec.symbols) :]
-    yield f"loop {spec.name}: chunks [s, e) of {spec.chunk_size} rows, {'last to first' if spec.reverse else 'first to last'}"
+    yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
     for number, buffer in enumerate(spec.buffers):
         yield f"  buffer {number} = {_buffer_text(buffer, known)}"
     same: list[str] = []
@@ -137,6 +138,13 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, known: Known) -> Iterator[str]:
     for item, label in zip(spec.yields, spec.labels, strict=False):
         value = label if isinstance(item, Kept) else scope.text(next(given))
         yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [around.text(tensor) for tensor in tensors])}"
+
+
+def chunk_text(chunk: ChunkSize) -> str:
+    """How large chunks are, if that does not wait for the length of the sequence."""
+    if isinstance(chunk, AutoChunk):
+        return f"chunks to measure ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
+    return f"chunks of {chunk} rows"
 
 
 def _buffer_text(buffer: Buffer, known: Known) -> str:

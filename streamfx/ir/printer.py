@@ -12,7 +12,7 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form, Role
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
-from streamfx.ir.listing import Known, call_text, dtype_text, program_lines, shape_text
+from streamfx.ir.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
 from streamfx.passes.naming import source_line
@@ -179,7 +179,7 @@ def first_line(stage: Stage) -> str:
 def _plan(facts: Facts) -> Lines:
     for number, stage in enumerate(facts.stages.stages):
         kept = _names(facts.plan.kept[number]) or "nothing"
-        yield f"stage {number + 1} {stage.name}: chunks of {facts.plan.chunk_sizes[number]} rows, kept beside its outputs: {kept}"
+        yield f"stage {number + 1} {stage.name}: {chunk_text(facts.plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
 
 
 def _program(facts: Facts) -> Lines:
@@ -189,8 +189,18 @@ def _program(facts: Facts) -> Lines:
         return
     letters, axes = Letters(facts.joint, facts.axes), facts.axes
     values = [node for node in (*facts.joint.inputs, *facts.joint.nodes) if is_tensor(node)]
-    shapes = {node.name: letters.shape(axes.shapes[node]) for node in values}
+    shapes = {node.name: letters.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
     yield from program_lines(facts.program, Known(shapes, {id(node.meta["val"]): node.name for node in values}))
+
+
+def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
+    """Which rows of the sequence the dimensions of a value stand for in the loop that makes it."""
+    assert facts.axes is not None and facts.demand is not None
+    producer, result = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    signature, roles = facts.axes.signatures.get(producer), facts.demand.roles.get(producer, {})  # type: ignore[arg-type]
+    if signature is None:
+        return {}
+    return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {

@@ -64,7 +64,7 @@ class Explanation:
             "stopped": self.call.stopped or None,
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
-            "streamed_flops_share": _share(sum(sum(cost.loops.values()) for cost in streamed), flops_of_calls(streamed)),
+            "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
             "peak_bytes": peak_of_calls(streamed),
             "baseline_peak_bytes": peak_of_calls(baseline),
             "checkpointing_peak_bytes": peak_of_calls(self._of_calls(self._checkpointed)),

@@ -21,12 +21,19 @@ from streamfx.torch_private import size_hint
 
 
 @dataclass(frozen=True)
+class LoopCost:
+    """FLOPs of all chunks of a loop, and the rows that a chunk has."""
+
+    flops: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a step through one graph costs; bytes do not count parameters and inputs.
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
     held: bytes that the forward half leaves: results and saved values. gradients: bytes that the backward half leaves.
-    loops: FLOPs of each loop.
     """
 
     forward_peak: int
@@ -34,11 +41,15 @@ class Cost:
     held: int
     gradients: int
     flops: int
-    loops: dict[str, int] = field(default_factory=dict)
+    loops: dict[str, LoopCost] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
         return max(self.forward_peak, self.backward_peak)
+
+    @property
+    def streamed_flops(self) -> int:
+        return sum(loop.flops for loop in self.loops.values())
 
 
 def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> Cost:
@@ -59,7 +70,7 @@ def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_output
                 held=held,
                 gradients=_bytes_of(gradients),
                 flops=meter.flops,
-                loops={**_loop_flops(forward), **_loop_flops(backward)},
+                loops={**_loop_costs(forward), **_loop_costs(backward)},
             )
         del outputs, gradients, inputs
     return cost
@@ -108,7 +119,8 @@ def _bytes_of(tensors: Sequence[Any] | None) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _loop_flops(module: fx.GraphModule | None) -> dict[str, int]:
+def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
     if module is None:
         return {}
-    return {name: child.flops for name, child in module.named_children() if isinstance(child, SampledLoop)}
+    loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
+    return {name: LoopCost(loop.flops, loop.rows) for name, loop in loops.items()}

@@ -25,22 +25,21 @@ class SampledLoop(Loop):
     def __init__(self, spec: LoopSpec, meter: Meter) -> None:
         super().__init__(spec, self._metered)
         self.meter = meter
-        self.flops = 0
-        self._known: Env = {}
+        self.flops = self.rows = 0
         self._stretches: list[range] = []
         self._costs: dict[int, int] = {}
         self._upcoming: Iterator[int] = iter(())
 
-    def chunks(self, length: int) -> list[Chunk]:
-        every = super().chunks(length)
-        self._stretches = stretches(every, self._edges())
+    def chunks(self, length: int, env: Env) -> list[Chunk]:
+        every = super().chunks(length, env)
+        self.rows = self.rows_per_chunk(length, env)
+        self._stretches = stretches(every, self._edges(env))
         picked = [position for stretch in self._stretches for position in sample_of(stretch)]
         self._upcoming = iter(picked)
         return [every[position] for position in picked]
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         self._costs = {}
-        self._known = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
         results = super().forward(*arguments)
         cost = sum(total(stretch, self._costs) for stretch in self._stretches)
         self.meter.flops += cost - sum(self._costs.values())
@@ -53,17 +52,16 @@ class SampledLoop(Loop):
         self._costs[next(self._upcoming)] = self.meter.flops - before
         return made
 
-    def _edges(self) -> set[int]:
+    def _edges(self, env: Env) -> set[int]:
         """Rows at which the size of some part starts or stops to change."""
         found: set[int] = set()
         for feed in self.spec.feeds:
             if isinstance(feed, (Part, BufferPart)):
                 for placement, selector in feed.where:
-                    found |= self._edges_of(placement, selector)
+                    found |= self._edges_of(placement, selector, env)
         return found
 
-    def _edges_of(self, placement: Placement, selector: Selector) -> set[int]:
-        env = self._known
+    def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
         first = self.size(placement.rows.offset, env)
         ends = {first, first + self.size(placement.rows.length, env)}
         shifts = {0}

@@ -13,7 +13,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.passes.naming import source_line
 from streamfx.report.flops import is_fused_attention
-from streamfx.report.memory import bytes_like
+from streamfx.report.memory import LoopCost, bytes_like
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.runtime.loop import Loop
 
@@ -42,12 +42,12 @@ class StageReport:
         return {"kind": self.kind, "reason": "; ".join(self.reasons) or None, **items}
 
 
-def stage_reports(facts: Facts, graph: int, loop_flops: Mapping[str, int]) -> list[StageReport]:
+def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
     """The stages of a graph that have work along the sequence."""
     if facts.program is None:
         return [_whole_graph(facts, graph)]
-    view = _View(facts, graph, loop_flops)
-    return [report for i, stage in enumerate(facts.stages.stages) if (report := view.report(i, stage)) is not None]
+    view = _View(facts, graph, costs)
+    return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
 
 
 def _whole_graph(facts: Facts, graph: int) -> StageReport:
@@ -59,26 +59,27 @@ def _whole_graph(facts: Facts, graph: int) -> StageReport:
 class _View:
     facts: Facts
     graph: int
-    loop_flops: Mapping[str, int]
+    costs: Mapping[str, LoopCost]
     found: dict[fx.Node, Obstacle] = field(init=False)
 
     def __post_init__(self) -> None:
         self.found = obstacles(self.facts)
 
-    def report(self, number: int, stage: Stage) -> StageReport | None:
+    def report(self, stage: Stage) -> StageReport | None:
         loops = loops_of(stage, self.facts)
         whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
         if not loops and not whole:
             return None
+        costs = [self.costs[loop.spec.name] for loop in loops]
         return StageReport(
             graph=self.graph,
             name=stage.name,
             reasons=_texts(item for item in whole if item.matters),
             attention=tuple(attention_kinds(stage, self.facts)),
-            chunk_size=self.facts.plan.chunk_sizes[number],
+            chunk_size=max((cost.rows for cost in costs), default=0),
             loops=len(loops),
             saved_bytes=saved_bytes(stage, self.facts),
-            flops=sum(self.loop_flops.get(loop.spec.name, 0) for loop in loops),
+            flops=sum(cost.flops for cost in costs),
             source=source_lines(stage.forward),
             also_whole=_texts(item for item in whole if not item.matters),
         )
