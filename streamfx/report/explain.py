@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch import fx
 from streamfx.ir.facts import Facts, Span
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.options import Options
-from streamfx.passes import pipeline
+from streamfx.log import log
 from streamfx.report.flops import attention_flops, is_fused_attention
-from streamfx.report.memory import Cost, cost_of
+from streamfx.report.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
 from streamfx.report.tracing import TracedCall, TracedGraph, traced
@@ -54,9 +54,10 @@ class Explanation:
         """All figures and findings, in values that JSON knows.
 
         Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
-        baseline is the same graph without the backend: it keeps what the backward half reads.
+        baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None without layers).
         """
-        streamed, baseline = self._of_calls(self._streamed), self._of_calls(self._baseline)
+        streamed, baseline = self._of_calls(self._streamed), self.baseline
+        gradients = [gradient_bytes(graph) for graph in self._called]
         return {
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
@@ -65,13 +66,13 @@ class Explanation:
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
             "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
-            "peak_bytes": peak_of_calls(streamed),
-            "baseline_peak_bytes": peak_of_calls(baseline),
-            "checkpointing_peak_bytes": peak_of_calls(self._of_calls(self._checkpointed)),
+            "peak_bytes": peak_of_calls(streamed, gradients),
+            "baseline_peak_bytes": baseline.peak,
+            "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "saved_bytes": sum(cost.held for cost in streamed),
-            "baseline_saved_bytes": sum(cost.held for cost in baseline),
+            "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
-            "baseline_flops": flops_of_calls(baseline) - sum(hidden_flops(graph) for graph in self._called),
+            "baseline_flops": baseline.flops,
             "options": self.call.options.as_dict(),
         }
 
@@ -88,34 +89,35 @@ class Explanation:
 
     @cached_property
     def _streamed(self) -> list[Cost]:
-        return [_cost_with_backend(graph, graph.facts) for graph in self.call.graphs]
+        return [_cost_with_backend(graph) for graph in self.call.graphs]
 
     @cached_property
-    def _baseline(self) -> list[Cost]:
-        return [cost_of(graph.forward, graph.backward, graph.num_outputs) for graph in self.call.graphs]
+    def baseline(self) -> Cost:
+        """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
+        cost = self.call.eager or self._baseline_of_graphs()
+        shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
+        hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
+        return replace(cost, flops=cost.flops - hidden)
 
-    @cached_property
-    def _checkpointed(self) -> list[Cost]:
-        """Each stage kept by its inputs only and computed again in whole: what gradient checkpointing by layers does."""
-        return [_cost_with_backend(graph, in_one_chunk(graph.facts, self.call.options)) for graph in self.call.graphs]
+    def _baseline_of_graphs(self) -> Cost:
+        costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
+        peak = peak_of_calls(costs, [gradient_bytes(graph) for graph in self._called])
+        held, flops, masked = (sum(getattr(cost, name) for cost in costs) for name in ("held", "flops", "masked_flops"))
+        return Cost(peak, peak, held, flops, masked)
 
 
-def _cost_with_backend(graph: TracedGraph, facts: Facts) -> Cost:
-    if facts.program is None:
+def _cost_with_backend(graph: TracedGraph) -> Cost:
+    program = graph.facts.program or graph
+    return cost_of(program.forward, program.backward, graph.num_outputs)
+
+
+def _cost_without_backend(graph: TracedGraph) -> Cost:
+    """In eager; as AOTAutograd would run it where the graph has something that only a tracer can run."""
+    try:
+        return eager_cost_of_graph(graph.module)
+    except Exception as error:
+        log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
         return cost_of(graph.forward, graph.backward, graph.num_outputs)
-    return cost_of(facts.program.forward, facts.program.backward, graph.num_outputs)
-
-
-def in_one_chunk(facts: Facts, options: Options) -> Facts:
-    """The same stages, each run in a single chunk."""
-    length = sequence_length(facts)
-    if facts.program is None or length is None:
-        return facts
-    steps = pipeline(Options(**{**options.as_dict(), "chunk_size": length, "loss_chunk_size": length}))
-    names = [step.name for step in steps]
-    for step in steps[names.index("plan") :]:
-        facts = step.apply(facts)
-    return facts
 
 
 def sequence_length(facts: Facts) -> int | None:
@@ -137,19 +139,13 @@ def _hint(size: Size, facts: Facts) -> int | None:
     return None
 
 
-def hidden_flops(graph: TracedGraph) -> int:
-    """FLOPs that the baseline's fused attention is charged for keys that its mask hides from every row."""
+def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
+    """FLOPs of a graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on all."""
     spans = {} if graph.facts.causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
-    nodes = _attention_nodes(module for module in (graph.forward, graph.backward) if module is not None)
-    return sum(_charged(node) - _flops(node, spans[node.name]) for node in nodes if node.name in spans)
-
-
-def _attention_nodes(modules: Iterable[fx.GraphModule]) -> list[fx.Node]:
-    return [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
-
-
-def _charged(node: fx.Node) -> int:
-    return _flops(node, Span(high=0) if bound_arguments(node)["is_causal"] else Span())
+    modules = [module for module in (graph.forward, graph.backward) if module is not None]
+    nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
+    masked = [node for node in nodes if not bound_arguments(node)["is_causal"]]
+    return sum(_flops(node, spans.get(node.name, Span())) for node in masked), sum(_flops(node, Span()) for node in masked)
 
 
 def _flops(node: fx.Node, span: Span) -> int:
@@ -162,18 +158,31 @@ def flops_of_calls(costs: list[Cost]) -> int:
     return sum(cost.flops for cost in costs)
 
 
-def peak_of_calls(costs: list[Cost]) -> int:
-    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run."""
-    peak = held = 0
+def peak_of_calls(costs: list[Cost], gradients: list[int]) -> int:
+    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run.
+
+    `gradients` are the bytes of each graph's gradients of parameters; other gradients are handed on and not counted twice.
+    """
+    peak = held = later = 0
     for cost in costs:
         peak = max(peak, held + cost.forward_peak)
         held += cost.held
-    gradients = 0
-    for cost in reversed(costs):
+    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
         held -= cost.held
-        peak = max(peak, held + cost.backward_peak + gradients)
-        gradients += cost.gradients
+        peak = max(peak, held + cost.backward_peak + later)
+        later += own
     return peak
+
+
+def gradient_bytes(graph: TracedGraph) -> int:
+    """Bytes of the gradients of a graph's parameters."""
+    joint = graph.facts.joint
+    pairs = zip(joint.primals, joint.gradients, strict=False)
+    return sum(bytes_like(primal.meta["val"]) for primal, gradient in pairs if gradient is not None and is_parameter(primal))
+
+
+def is_parameter(primal: fx.Node) -> bool:
+    return bool(primal.meta.get("streamfx_static_address", False))
 
 
 def _share(part: int, whole: int) -> float:

@@ -5,13 +5,14 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from streamfx.report.meter import Meter
 from streamfx.report.sampling import SampledLoop
@@ -33,14 +34,15 @@ class Cost:
     """What a step through one graph costs; bytes do not count parameters and inputs.
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
-    held: bytes that the forward half leaves: results and saved values. gradients: bytes that the backward half leaves.
+    held: bytes that the forward half leaves: results and saved values. masked_flops: those of fused attention without a causal
+    flag, of which a mask may hide some.
     """
 
     forward_peak: int
     backward_peak: int
     held: int
-    gradients: int
     flops: int
+    masked_flops: int = 0
     loops: dict[str, LoopCost] = field(default_factory=dict)
 
     @property
@@ -56,7 +58,7 @@ def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_output
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half."""
     meter = Meter()
     forward, backward = sampled(forward, meter), None if backward is None else sampled(backward, meter)
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [made_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder")]
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
@@ -68,12 +70,42 @@ def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_output
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
                 held=held,
-                gradients=_bytes_of(gradients),
                 flops=meter.flops,
+                masked_flops=meter.masked_flops,
                 loops={**_loop_costs(forward), **_loop_costs(backward)},
             )
         del outputs, gradients, inputs
     return cost
+
+
+def eager_cost_of(call: Callable[[], Any]) -> Cost:
+    """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
+
+    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`.
+    """
+    meter = Meter()
+    with meter:
+        outputs = call()
+        forward_peak, held = meter.restart_peak(), meter.live
+        roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        roots = [value for value in roots if value.dim() == 0][:1] or roots
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        return Cost(forward_peak, meter.peak if roots else 0, held, meter.flops, meter.masked_flops)
+
+
+def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
+    """The same for a graph of Dynamo's."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        inputs = [_leaf_like(node) for node in module.graph.find_nodes(op="placeholder")]
+        return eager_cost_of(lambda: module(*inputs))
+
+
+def _leaf_like(node: fx.Node) -> Any:
+    """A new input like the one that Dynamo saw."""
+    value = node.meta["example_value"]
+    made = made_like(value)
+    return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
 
 
 def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
@@ -90,10 +122,11 @@ def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
 
 def sampled(module: fx.GraphModule, meter: Meter) -> fx.GraphModule:
     """The same outer graph, with loops that run few of their chunks."""
-    root = nn.Module()
+    copied = fx.GraphModule(module, module.graph)
     for name, child in module.named_children():
-        root.add_module(name, SampledLoop(child.spec, meter) if isinstance(child, Loop) else child)
-    return fx.GraphModule(root, module.graph)
+        if isinstance(child, Loop):
+            copied.add_module(name, SampledLoop(child.spec, meter))
+    return copied
 
 
 def made_like(value: Any) -> Any:
@@ -112,11 +145,6 @@ def bytes_like(value: Any) -> int:
     for size in value.shape:
         count *= size_hint(size)
     return count * value.element_size()
-
-
-def _bytes_of(tensors: Sequence[Any] | None) -> int:
-    kept = {tensor.untyped_storage()._cdata: tensor for tensor in tensors or () if isinstance(tensor, Tensor)}
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:

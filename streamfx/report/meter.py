@@ -12,21 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from streamfx.report.flops import flops_of
+from streamfx.report.flops import arguments_by_name, flops_of, is_fused_attention
 
 
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
-    `live` and `peak` are bytes of storages now and at most, `flops` those of products and attention.
+    `live` and `peak` are bytes of storages now and at most, `flops` those of products and attention, and
+    `masked_flops` those of fused attention without a causal flag, of which a mask may hide some.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = self.flops = self.masked_flops = 0
         self._sizes: dict[int, int] = {}
 
     @classmethod
@@ -39,7 +43,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.flops += flops_of(func, args, kwargs, out)
+        self._count(func, args, kwargs, out)
         self._note_new(out, (args, kwargs))
         return out
 
@@ -47,6 +51,17 @@ class Meter(TorchDispatchMode):
         """The peak so far; from now on the peak is counted from what is alive."""
         peak, self.peak = self.peak, self.live
         return peak
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
+            inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
+            if inner is None:
+                return
+            func, args = args[inner], args[inner + 1 :]
+        flops = flops_of(func, args, kwargs, out)
+        self.flops += flops
+        if is_fused_attention(func) and not arguments_by_name(func, args, kwargs).get("is_causal"):
+            self.masked_flops += flops
 
     def _note_new(self, out: Any, arguments: Any) -> None:
         made = {key: storage for key, storage in _storages(out) if key not in self._sizes}

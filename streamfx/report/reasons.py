@@ -13,6 +13,7 @@ from streamfx.passes.naming import source_line
 from streamfx.passes.rules.registry import rule_for
 from streamfx.report.memory import bytes_like
 
+MOST = 160  # characters of an unexpected error that a report shows
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
 NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
@@ -64,5 +65,5 @@ def why_no_stages(facts: Facts) -> str:
     """Why a graph has no stages at all."""
     failed = facts.notes.get("failed")
     if failed:
-        return f"the analysis failed ({failed}); please report it, the graph runs as it stands"
+        return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     return f"no dimension of this graph can be streamed: no attention, no sum over a long dimension; {NO_SEQUENCE}"

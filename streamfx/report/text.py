@@ -45,9 +45,10 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     flops, before = summary["flops"], summary["baseline_flops"]
     ratio = f" ({flops / before:.2f} times)" if before else ""
     yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
-    yield f"           {in_bytes(baseline)} without streambp, {in_bytes(checkpointing)} if each stage were checkpointed"
+    checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
+    yield f"           {in_bytes(baseline)} in eager{checkpointed}"
     yield f"  compute  {in_flops(flops)}, {100 * summary['streamed_flops_share']:.1f} % of it in loops over chunks"
-    yield f"           {in_flops(before)} without streambp{ratio}"
+    yield f"           {in_flops(before)} in eager{ratio}"
 
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:

@@ -6,22 +6,27 @@ replaced by something that only returns tensors of the right shapes. Nothing is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
 
 from streamfx.backend import Compilation
 from streamfx.errors import NotTraced
 from streamfx.ir.facts import Facts
+from streamfx.log import log
 from streamfx.options import Options, resolved
-from streamfx.report.memory import made_like
-from streamfx.report.untouched import Faker, device_of, modules_of, untouched
+from streamfx.report.memory import Cost, eager_cost_of, made_like
+from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
+from streamfx.report.values import RealIntegers
 from streamfx.torch_private import (
     break_reasons,
     compiled_apart,
@@ -34,8 +39,9 @@ from streamfx.torch_private import (
 
 @dataclass
 class TracedGraph:
-    """One graph: what the passes found in it, and the two halves that run without the backend."""
+    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them."""
 
+    module: fx.GraphModule
     facts: Facts
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -54,13 +60,16 @@ class GraphBreak:
 class TracedCall:
     """All graphs of one call; `calls` has a graph as often as it is called, in order.
 
-    `stopped` says why the call could not be followed to its end, if it could not.
+    `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
+    every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
     """
 
     options: Options
     graphs: list[TracedGraph] = field(default_factory=list)
     calls: list[TracedGraph] = field(default_factory=list)
     breaks: tuple[GraphBreak, ...] = ()
+    eager: Cost | None = None
+    checkpointed: Cost | None = None
     stopped: str = ""
 
 
@@ -69,33 +78,76 @@ def traced(
 ) -> TracedCall:
     """Trace one call of a model: real, fake or on the meta device, and so its arguments."""
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
+    mode = fake_mode_of(tensors) or FakeTensorMode()
+    faker = Faker(mode, device_of(tensors))
     call = TracedCall(replace(resolved(options), strict=False))
+    with accepting_real(mode), mode:
+        _trace(call, model, args, kwargs, faker)
+        call.eager = _eager_cost(model, args, kwargs, faker, ())
+        if layers := layers_of(model):
+            call.checkpointed = _eager_cost(model, args, kwargs, faker, layers)
+    return call
+
+
+def _trace(
+    call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker
+) -> None:
+    """Fill in the graphs of a call, in the fake mode that is active."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values():
             return _Watched(module, call).compile(inputs)
 
-    modules, number = modules_of(model), len(break_reasons())
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-    tensors += [value for module in modules for value in (*module._parameters.values(), *module._buffers.values()) if value is not None]
-    mode = fake_mode_of(tensors) or FakeTensorMode()
-    faker = Faker(mode, device_of(tensors))
+    number = len(break_reasons())
     with untouched(model), compiled_apart(backend) as keywords:
-        faker.replace_meta(modules)
-        for module in modules:
+        faker.replace(modules_of(model), only_meta=True)
+        for module in modules_of(model):
             module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
-        fake_args, fake_kwargs = faker.inputs((tuple(args), dict(kwargs)))
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
-            with _accepting_real(mode), mode:
-                torch.compile(model, backend=backend, **keywords)(*fake_args, **fake_kwargs)
+            torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
         except Exception as error:
-            call.stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            call.stopped = f"{type(error).__name__}: {first_line(str(error))}"
             if not call.graphs:
                 raise _not_traced(call.stopped) from error
     call.breaks = _distinct(break_reasons()[number:])
     if not call.graphs:
         raise _not_traced("; ".join(item.reason for item in call.breaks) or "no operator on tensors")
-    return call
+
+
+def _eager_cost(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, layers: Sequence[nn.Module]
+) -> Cost | None:
+    """What the call costs in eager, with some layers checkpointed; None if its Python code asks for data that nobody has."""
+    with untouched(model):
+        faker.replace(modules_of(model), only_meta=False)
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        try:
+            with RealIntegers():
+                return eager_cost_of(lambda: model(*args, **kwargs))
+        except Exception as error:
+            log.info("no eager baseline: %s", error)
+            return None
+
+
+def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The layers that a model repeats: the elements of its outermost lists of modules."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in modules_of(model):
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            layers = [layer for layer in module if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
+            found += layers
+            inside.update(part for layer in layers for part in layer.modules())
+    return found
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
 
 
 def _not_traced(found: str) -> NotTraced:
@@ -107,7 +159,7 @@ def _not_traced(found: str) -> NotTraced:
 
 
 @contextmanager
-def _accepting_real(mode: FakeTensorMode) -> Iterator[None]:
+def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
     """Real parameters may meet fake inputs."""
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
@@ -123,7 +175,7 @@ def _distinct(reasons: Sequence[Any]) -> tuple[GraphBreak, ...]:
         if reason.graph_break and reason.user_stack:
             frame = reason.user_stack[-1]
             where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
-            found.setdefault(where, GraphBreak(str(reason.reason).strip().splitlines()[0], where))
+            found.setdefault(where, GraphBreak(first_line(str(reason.reason)), where))
     return tuple(found.values())
 
 
@@ -133,6 +185,7 @@ class _Watched(Compilation):
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
         super().__init__(module, call.options)
         self.call = call
+        self.seen = fx.GraphModule(module, copy.deepcopy(module.graph))  # as it is before anything is rewritten
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
@@ -144,7 +197,7 @@ class _Watched(Compilation):
             plain = halves
             if facts.program is not None:
                 plain = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-            self.call.graphs.append(TracedGraph(facts, *plain, num_fwd_outputs))
+            self.call.graphs.append(TracedGraph(self.seen, facts, *plain, num_fwd_outputs))
         return halves
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -154,7 +207,7 @@ class _Watched(Compilation):
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
-        self.call.graphs.append(TracedGraph(self.facts[-1], module, None, count))
+        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], module, None, count))
         return _StandIn(module, self.call)
 
 

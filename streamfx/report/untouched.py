@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from streamfx.torch_private import fake_copies
+from streamfx.torch_private import fake_copies, real_values
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
@@ -27,6 +27,11 @@ def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     roots += [cell.cell_contents for cell in getattr(roots[0], "__closure__", None) or () if _is_filled(cell)]
     found = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
     return list(dict.fromkeys(found))
+
+
+def held_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers."""
+    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -111,22 +116,33 @@ class Faker:
                 setattr(made, name, value)
         return made
 
-    def inputs(self, values: Any) -> Any:
-        """Copies of nested arguments, with fake tensors in them."""
-        memo = {id(value): self.fake(value) for value in tree_iter(values) if isinstance(value, Tensor)}
+    def inputs(self, values: Any, with_integers: bool = False) -> Any:
+        """Copies of nested arguments, with fake tensors in them; `with_integers` leaves real integers their values."""
+        tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
+        memo = {id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors}
         try:
             with fake_copies(self.mode):
                 return copy.deepcopy(values, memo)
         except Exception:  # something in there cannot be copied: share it, apart from the tensors that can be reached
-            return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, values)
+            return tree_map(lambda value: memo.get(id(value), value), values)
 
-    def replace_meta(self, modules: list[nn.Module]) -> None:
-        """Put fake tensors where a module has tensors without a device."""
+    def replace(self, modules: list[nn.Module], only_meta: bool) -> None:
+        """Put fake tensors where modules have real ones, or, with `only_meta`, where they have tensors without a device."""
         for module in modules:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
-                    if tensor is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+                    if tensor is not None and (tensor.is_meta or not only_meta):
                         held[name] = self.fake(tensor)  # type: ignore[assignment]
+
+
+def _has_integers(tensor: Tensor) -> bool:
+    is_real = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return is_real and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    with real_values():
+        return tensor.clone()
 
 
 def device_of(tensors: list[Tensor]) -> torch.device:
