@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -97,11 +99,28 @@ def is_compiled(model: Any) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
-def break_reasons() -> list[Any]:
-    """Dynamo's list of graph breaks so far: each has a `reason` and a `user_stack` (2.11, 2.13)."""
-    from torch._dynamo.output_graph import graph_break_reasons
+@contextmanager
+def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
+    found: list[tuple[str, int, str]] = []
+    shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 
-    return graph_break_reasons  # type: ignore[no-any-return]
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := shape.search(record.getMessage()):
+                found.append((match[1], int(match[2]), match[3]))
+
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @contextmanager

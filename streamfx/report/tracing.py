@@ -7,6 +7,7 @@ replaced by something that only returns tensors of the right shapes. Nothing is 
 from __future__ import annotations
 
 import copy
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,11 @@ from streamfx.report.memory import Cost, eager_cost_of, made_like
 from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
 from streamfx.report.values import RealIntegers
 from streamfx.torch_private import (
-    break_reasons,
     compiled_apart,
     default_partition,
     fake_mode_of,
     is_compiled,
+    noted_graph_breaks,
     real_values,
 )
 
@@ -100,9 +101,8 @@ def _trace(
         with real_values():
             return _Watched(module, call).compile(inputs)
 
-    number = len(break_reasons())
-    with untouched(model), compiled_apart(backend) as keywords:
-        faker.replace(modules_of(model), only_meta=True)
+    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+        faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
         for module in modules_of(model):
             module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
@@ -112,7 +112,7 @@ def _trace(
             call.stopped = f"{type(error).__name__}: {first_line(str(error))}"
             if not call.graphs:
                 raise _not_traced(call.stopped) from error
-    call.breaks = _distinct(break_reasons()[number:])
+    call.breaks = distinct_breaks(breaks)
     if not call.graphs:
         raise _not_traced("; ".join(item.reason for item in call.breaks) or "no operator on tensors")
 
@@ -122,7 +122,7 @@ def _eager_cost(
 ) -> Cost | None:
     """What the call costs in eager, with some layers checkpointed; None if its Python code asks for data that nobody has."""
     with untouched(model):
-        faker.replace(modules_of(model), only_meta=False)
+        faker.replace(modules_of(model), buffers=True)
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -168,15 +168,14 @@ def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
         mode.allow_non_fake_inputs = before
 
 
-def _distinct(reasons: Sequence[Any]) -> tuple[GraphBreak, ...]:
+def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
     """Each place once: a break inside of an inlined function is met again by the function around it."""
-    found: dict[str, GraphBreak] = {}
-    for reason in reasons:
-        if reason.graph_break and reason.user_stack:
-            frame = reason.user_stack[-1]
-            where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
-            found.setdefault(where, GraphBreak(first_line(str(reason.reason)), where))
-    return tuple(found.values())
+    breaks: dict[str, GraphBreak] = {}
+    for file, line, reason in found:
+        where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
+        cause = reason.split("Graph break encountered:", 1)[-1]
+        breaks.setdefault(where, GraphBreak(first_line(cause), where))
+    return tuple(breaks.values())
 
 
 class _Watched(Compilation):

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,30 @@ def _is_filled(cell: Any) -> bool:
 
 @contextmanager
 def untouched(model: Callable[..., Any]) -> Iterator[None]:
-    """Whatever is assigned to attributes, parameters and buffers of the model, and drawn at random, is undone."""
-    kept = [(module, _attributes(module)) for module in modules_of(model)]
-    with randomness_kept():
+    """Whatever is assigned to attributes, written to buffers, and drawn at random, is undone."""
+    modules = modules_of(model)
+    kept = [(module, _attributes(module)) for module in modules]
+    with randomness_kept(), buffers_kept(modules):
         try:
             yield
         finally:
             for module, attributes in kept:
                 _put_back(module.__dict__, attributes)
+
+
+@contextmanager
+def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Buffers that are written to in place are put back."""
+    buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
+    with real_values():
+        kept = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers.values()]
+    try:
+        yield
+    finally:
+        with real_values(), torch.no_grad():
+            for buffer, value, version in kept:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 @contextmanager
@@ -84,7 +100,7 @@ def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
     attributes.clear()
     for name, (value, contents) in kept.items():
         attributes[name] = value
-        if contents is not None and value != contents if not isinstance(value, dict) else contents is not None:
+        if contents is not None:
             value.clear()
             value.extend(contents) if isinstance(value, list) else value.update(contents)
 
@@ -126,18 +142,22 @@ class Faker:
         except Exception:  # something in there cannot be copied: share it, apart from the tensors that can be reached
             return tree_map(lambda value: memo.get(id(value), value), values)
 
-    def replace(self, modules: list[nn.Module], only_meta: bool) -> None:
-        """Put fake tensors where modules have real ones, or, with `only_meta`, where they have tensors without a device."""
+    def replace(self, modules: list[nn.Module], buffers: bool) -> None:
+        """Put fake tensors where modules have parameters, and where they have buffers if these are asked for or have no data."""
         for module in modules:
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None and (tensor.is_meta or not only_meta):
-                        held[name] = self.fake(tensor)  # type: ignore[assignment]
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = None if parameter is None else self.fake(parameter)  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and (buffers or buffer.is_meta):
+                    module._buffers[name] = self.fake(buffer)
+
+
+def _has_data(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def _has_integers(tensor: Tensor) -> bool:
-    is_real = not isinstance(tensor, FakeTensor) and not tensor.is_meta
-    return is_real and not tensor.is_floating_point() and not tensor.is_complex()
+    return _has_data(tensor) and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _cloned(tensor: Tensor) -> Tensor:

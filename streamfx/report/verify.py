@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ def verify(
         return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
-        with untouched(model), _buffers_kept(modules_of(model)):
+        with untouched(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
     eager = run(model)
@@ -182,19 +181,6 @@ def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch
     values = [node.meta.get("val") for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
     found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-
-@contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Buffers that are written to are put back."""
-    kept = [(buffer, buffer.detach().clone(), buffer._version) for module in modules for buffer in module.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value, version in kept:
-                if buffer._version != version:
-                    buffer.copy_(value)
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:
