@@ -46,12 +46,11 @@ def is_held_by_model(node: fx.Node) -> bool:
 
 
 def register_logger(name: str) -> None:
-    """Make `TORCH_LOGS="+name"` control the logger `name` (2.11, 2.13)."""
+    """Let `torch._logging.set_logs(name=...)` know the logger; `TORCH_LOGS="+name"` finds any module by itself (2.11, 2.13)."""
     from torch._logging._internal import log_registry
 
     if name not in log_registry.log_alias_to_log_qnames:
         log_registry.register_log(name, name)
-        torch._logging._internal._init_logs()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +129,13 @@ class Verification:
 def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
     """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero."""
     if value is None or truth is None:
-        missing = _norm(truth if value is None else value)
-        return missing / max(_norm(truth), floor) if missing else 0.0
-    difference = _norm(value.to(torch.promote_types(value.dtype, torch.float64)) - truth)
+        difference = _norm(truth if value is None else value)
+    else:
+        difference = _norm(value.to(torch.promote_types(value.dtype, torch.float64)) - truth)
     scale = max(_norm(truth), floor)
-    return difference / scale if difference and scale else difference
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else math.inf
 
 
 def _norm(tensor: Tensor | None) -> float:
