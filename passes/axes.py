@@ -23,6 +23,7 @@ from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_random
+from streamfx.passes.linear import is_moved_elements
 from streamfx.passes.rules.registry import Call, rule_for
 
 
@@ -119,7 +120,7 @@ def _is_static_input(node: fx.Node) -> bool:
 
 
 def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
-    main = _attention_axis(axes)
+    main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
     if main is None:
@@ -127,19 +128,38 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
     return SequenceAxis(main, axes.table.size(main), _members(main, axes))
 
 
-def _attention_axis(axes: AxisFacts) -> Atom | None:
-    """The axis that stands on both sides of products of rows and keys."""
+def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+    """The axis that stands on both sides of products of rows and keys.
+
+    Fused attention says which; else it is the axis that scores, masks and probabilities have twice. A weight from a width to
+    the same width has that twice as well, and so has its gradient, so only what the forward half computes counts.
+    """
     votes: Counter[Atom] = Counter()
-    for node, made in axes.results.items():
-        signature = axes.signatures.get(node)
-        if signature is not None and signature.keys:
-            atoms = [axes.table.resolve(dim) for dim in axes.letters[node].values()]
-            votes.update(atom for dim in atoms for atom in dim if sum(atom in other for other in atoms) > 1)
-        for shape in made:
-            atoms_of_value = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
-            votes.update(atom for atom, times in atoms_of_value.items() if times == 2)
+    for node, signature in axes.signatures.items():
+        atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
+        keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}
+        votes.update(keys & {atom for letter, own in atoms.items() if letter not in signature.keys for atom in own})
+    if not votes:
+        weights = weight_nodes(joint)
+        for node in (node for node in joint.nodes if node in joint.forward and node not in weights):
+            for shape in axes.results.get(node, ()):
+                counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
+                votes.update(atom for atom, times in counts.items() if times == 2)
     ranked = sorted(votes, key=lambda atom: (-votes[atom], atom))
     return ranked[0] if ranked else None
+
+
+def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Values made of parameters alone, or by moving the elements of one floating point input."""
+    inputs = {node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()}
+    found, parameters = set(inputs), {node for node in inputs if _is_parameter_like(node, joint)}
+    for node in joint.nodes:
+        sources = [source for source in node.all_input_nodes if is_tensor(source)]
+        if sources and all(source in parameters for source in sources):
+            parameters.add(node)
+        if node in parameters or (is_moved_elements(node) and sources[0] in found):
+            found.add(node)
+    return frozenset(found)
 
 
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import fx
+
+from streamfx.passes.linear import CONTRACTIONS
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n?\s*(.*)')
 _LIBRARY = ("/torch/", "<string>", "<eval_with_key>")
@@ -20,32 +22,51 @@ def module_path(node: fx.Node) -> str:
 
 
 def _plain(path: str) -> str:
-    path = re.sub(r"^L\['self'\]\.?", "", path)
+    path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\._parameters\['([^']+)'\]", r".\1", path)
     return re.sub(r"\['?([^']+?)'?\]", r".\1", path).strip(".")
 
 
-def stage_name(nodes: Iterable[fx.Node], number: int) -> str:
-    """The deepest module that most of the stage's operators share."""
-    paths = [path.split(".") for node in nodes if (path := module_path(node))]
-    if not paths:
-        return f"stage {number}"
+def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
+    """A name for each stage, no two alike."""
+    names: list[str] = []
+    for number, nodes in enumerate(stages):
+        name = stage_name(nodes) or f"stage {number}"
+        again = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({again + 1})" if again else name)
+    return names
+
+
+def stage_name(nodes: Sequence[fx.Node]) -> str:
+    """The deepest module, else the function, that most of the stage's work is in; products and attention count as work."""
+    work = [node for node in nodes if node.target in CONTRACTIONS] or nodes
+    paths = [path.split(".") for node in work if (path := module_path(node))]
     name: list[str] = []
-    while True:
-        depth = len(name)
-        longer = Counter(path[depth] for path in paths if len(path) > depth and path[:depth] == name)
-        inside = sum(path[:depth] == name for path in paths)
-        if not longer or longer.most_common(1)[0][1] * 2 <= inside:
-            return ".".join(name) or f"stage {number}"
-        name.append(longer.most_common(1)[0][0])
+    while longer := Counter(path[len(name)] for path in paths if len(path) > len(name) and path[: len(name)] == name):
+        part, count = longer.most_common(1)[0]
+        if 3 * count < 2 * len(work):
+            break
+        name.append(part)
+    return ".".join(name) or _function_name(work)
+
+
+def _function_name(nodes: Sequence[fx.Node]) -> str:
+    functions = Counter(frame[2] for node in nodes if (frame := _frame(node)) and not frame[2].startswith("<"))
+    return functions.most_common(1)[0][0] if functions else ""
 
 
 def source_line(node: fx.Node) -> str:
     """`file:line, in function: code` of the user's code that a node comes from; empty where it is not known."""
+    frame = _frame(node)
+    if frame is None:
+        return ""
+    file, line, function, code = frame
+    return f"{file}:{line}, in {function}: {code.strip()}".rstrip(": ")
+
+
+def _frame(node: fx.Node) -> tuple[str, str, str, str] | None:
+    """(file, line, function, code) of the user's own innermost frame."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
-    if not own:
-        return ""
-    file, line, function, code = own[-1]
-    return f"{file}:{line}, in {function}: {code.strip()}".rstrip(": ")
+    return own[-1] if own else None

@@ -24,7 +24,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.linear import is_expensive
-from streamfx.passes.naming import stage_name
+from streamfx.passes.naming import stage_names
 
 UNCUTTABLE = 1 << 60
 
@@ -55,9 +55,10 @@ class _Cutter:
         crossing = [self.crossing_forward(stage_of, i) for i in range(len(forwards))]
         backwards = self.backward_segments(stage_of, len(forwards), {node for nodes in crossing for node in nodes})
         segment_of = {node: i for i, nodes in enumerate(backwards) for node in nodes}
+        names = stage_names(forwards)
         return tuple(
             Stage(
-                name=stage_name(forwards[i], i),
+                name=names[i],
                 forward=tuple(forwards[i]),
                 backward=tuple(backwards[i]),
                 outputs=tuple(crossing[i]),

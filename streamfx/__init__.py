@@ -1,18 +1,34 @@
 """streamfx: a `torch.compile` backend that streams any decoder along its sequence."""
 
 from streamfx.backend import streambp
-from streamfx.errors import NotStreamed, OptionError, StaleGraph, StaleOutput, StreamFXError
+from streamfx.errors import (
+    NotComparable,
+    NotStreamed,
+    NotTraced,
+    OptionError,
+    StaleGraph,
+    StaleOutput,
+    StreamFXError,
+)
 from streamfx.options import Options, configure
+from streamfx.report.explain import Explanation, explain
+from streamfx.report.verify import Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Explanation",
+    "NotComparable",
     "NotStreamed",
+    "NotTraced",
     "OptionError",
     "Options",
     "StaleGraph",
     "StaleOutput",
     "StreamFXError",
+    "Verification",
     "configure",
+    "explain",
     "streambp",
+    "verify",
 ]

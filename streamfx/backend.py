@@ -18,6 +18,7 @@ from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.rules import TAKEN_APART
+from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import aot_autograd, default_partition, get_decompositions, is_held_by_model, keep_saved_tensors
 
@@ -106,7 +107,7 @@ class Compilation:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         joint = facts.joint
         try:
-            facts = run_pipeline(facts, self.options)
+            facts = run_pipeline(facts, self.options, after=show_product)
         except Exception as error:
             if self.options.strict:
                 raise

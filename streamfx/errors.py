@@ -38,3 +38,17 @@ class StaleOutput(StreamFXError, RuntimeError):
     Deferred outputs (the logits beside a loss) are computed when they are first used. Use them before the optimizer's step, or
     ask for `outputs="dense"`.
     """
+
+
+class NotTraced(StreamFXError, RuntimeError):
+    """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
+
+    The call fails, or Dynamo is switched off for it, or it computes nothing with tensors.
+    """
+
+
+class NotComparable(StreamFXError, RuntimeError):
+    """`streamfx.verify` cannot compare two runs of the model.
+
+    It draws random numbers, has no loss, or its tensors hold no data.
+    """

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,12 +58,11 @@ def is_held_by_model(node: fx.Node) -> bool:
 
 
 def register_logger(name: str) -> None:
-    """Make `TORCH_LOGS="+name"` control the logger `name` (2.11, 2.13)."""
+    """Let `torch._logging.set_logs(name=...)` know the logger; `TORCH_LOGS="+name"` finds any module by itself (2.11, 2.13)."""
     from torch._logging._internal import log_registry
 
     if name not in log_registry.log_alias_to_log_qnames:
         log_registry.register_log(name, name)
-        torch._logging._internal._init_logs()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
@@ -80,3 +84,99 @@ def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) ->
 
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+# -- looking without running
+
+
+def real_values() -> Any:
+    """A context in which real tensors have values, also inside of a FakeTensorMode (2.11, 2.13)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The FakeTensorMode that is active, or that some of the values belong to; None if there is none (2.11, 2.13)."""
+    return torch._guards.detect_fake_mode(values)
+
+
+def fake_copies(mode: Any) -> Any:
+    """A context in which `copy.deepcopy` makes fake copies of tensors (2.11, 2.13)."""
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    return FakeCopyMode(mode)
+
+
+def size_hint(size: Any) -> int:
+    """The number that a symbolic size stood for when it was traced; 1 where nobody knows (2.11, 2.13)."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` made this module (2.11, 2.13)."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+@contextmanager
+def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
+    found: list[tuple[str, int, str]] = []
+    shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := shape.search(record.getMessage()):
+                found.append((match[1], int(match[2]), match[3]))
+
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@contextmanager
+def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
+
+    That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
+    """
+    from torch._dynamo import config, pgo
+
+    learned = pgo.get_code_state()
+    before = copy.deepcopy(dict(learned))
+    isolated = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    try:
+        with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+            yield {"isolate_recompiles": True} if isolated else {}
+    finally:
+        learned.clear()
+        learned.update(before)
+        _drop_compiled_code(backend)
+
+
+def _drop_compiled_code(backend: Callable[..., Any]) -> None:
+    """Forget a backend's compiled code; code compiled by others stays."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        entries = [] if code is None else _debug_get_cache_entry_list(code)
+        own = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
+        if own and len(own) == len(entries):
+            reset_code(code)
+            continue
+        for entry in own:
+            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx has seen enough"))

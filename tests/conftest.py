@@ -1,21 +1,29 @@
-"""Set-up of all tests: `--long`, one thread, no leftovers of torch.compile, float64 inside of transformers."""
+"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside of transformers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from tests.support.goldens import golden
 from tests.support.precision import widen_transformers
+
+__all__ = ["golden"]
 
 if find_spec("transformers") is not None:
     widen_transformers()
 
+# pytest listens to loggers that do not propagate, and with a listener torch writes a trace of all that it compiles
+logging.getLogger("torch.__trace").propagate = True
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the full cross products, too")
+    parser.addoption("--update-goldens", action="store_true", help="write the golden files anew")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

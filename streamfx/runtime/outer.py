@@ -31,7 +31,10 @@ class OuterRunner:
         if self._checks_gradients:
             self._check_gradients(arguments)
         with torch.no_grad():
-            return self._interpreter.boxed_run(arguments)
+            try:
+                return self._interpreter.boxed_run(arguments)
+            finally:
+                self._interpreter.env = {}  # it would keep the results, and with them all that is saved, until the next run
 
     def _check_gradients(self, arguments: list[Any]) -> None:
         """Refuse inputs that ask for gradients which the graph was not compiled for (torch 2.11 does not notice them)."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 MIX = 0x9E3779B97F4A7C15  # the golden ratio's bits, as in splitmix64
 MASK = (1 << 64) - 1
@@ -28,6 +29,8 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
     """Run a random operator (named as `aten.native_dropout.default`) as it runs for this seed, operator and chunk."""
     function = reduce(getattr, name.split("."), torch.ops)
     device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
+    if isinstance(seed, FakeTensor):  # nothing is drawn, only shapes are asked for
+        return function(*args, **kwargs)
     with _seeded(mixed(int(seed), key, start), torch.device(device or "cpu")):
         return function(*args, **kwargs)
 

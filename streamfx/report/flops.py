@@ -1,0 +1,62 @@
+"""Floating point operations of one operator, from the shapes of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from streamfx.ir.facts import Span
+from streamfx.torch_private import size_hint
+
+
+def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of a call: products, convolutions and fused attention; everything else counts as nothing.
+
+    Fused attention is counted on the pairs of query and key that its own causal flag leaves visible.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0
+    if is_fused_attention(target):
+        arguments = arguments_by_name(target, args, kwargs)
+        return attention_flops(target, arguments, Span(high=0) if arguments.get("is_causal") else Span())
+    formula = flop_registry.get(target.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def is_fused_attention(target: Any) -> bool:
+    """Whether an operator is attention over queries [b h m d], keys [b g n d] and values [b g n e]."""
+    return isinstance(target, torch._ops.OpOverload) and target.name().startswith("aten::_scaled_dot_product")
+
+
+def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:
+    """Two products per visible pair of query and key going forward, five going backward."""
+    query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
+    pairs = visible_pairs(size_hint(query[2]), size_hint(key[2]), span)
+    width, value_width = size_hint(query[3]), size_hint(value[3])
+    is_backward = target._schema.arguments[0].name.startswith("grad_out")
+    per_pair = 3 * width + 2 * value_width if is_backward else width + value_width
+    return 2 * size_hint(query[0]) * size_hint(query[1]) * pairs * per_pair
+
+
+def visible_pairs(rows: int, keys: int, span: Span) -> int:
+    """Pairs for which row i sees key j: i + low <= j <= i + high, aligned at the first row and the first key.
+
+    >>> visible_pairs(4, 4, Span(high=0)), visible_pairs(4, 4, Span(-1, 0)), visible_pairs(2, 8, Span())
+    (10, 7, 16)
+    """
+    seen = rows * keys if span.high is None else _pairs_below(rows, keys, span.high + 1)
+    return seen if span.low is None else seen - _pairs_below(rows, keys, span.low)
+
+
+def _pairs_below(rows: int, keys: int, bound: int) -> int:
+    """Pairs for which row i sees key j: j < i + bound."""
+    some = range(max(0, 1 - bound), min(rows, keys - bound))  # rows that see some keys, but not all
+    return sum(i + bound for i in some) + keys * max(0, rows - max(0, keys - bound))
+
+
+def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,69 @@
+"""Why an operator runs whole, in a user's words: the operator, what is in the way, the line of code, what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.passes.linear import CONTRACTIONS
+from streamfx.passes.naming import source_line
+from streamfx.passes.rules.registry import rule_for
+from streamfx.report.memory import bytes_like
+
+MOST = 160  # characters of an unexpected error that a report shows
+OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
+
+NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
+MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
+OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
+NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One operator that runs whole; `matters` unless it works on little."""
+
+    operator: str
+    found: str
+    where: str
+    do: str
+    matters: bool
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.found}{where}: {self.do}"
+
+
+def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
+    """The operators that run whole, by node."""
+    if facts.demand is None or facts.axes is None:
+        return {}
+    widest = max((bytes_like(node.meta.get("val")) for node in facts.joint.nodes), default=0)
+    return {node: _obstacle(node, found, facts, widest) for node, found in facts.demand.reasons.items()}
+
+
+def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
+    own = max((bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)), default=0)
+    matters = node.target in CONTRACTIONS or own * OF_SUBSTANCE >= widest
+    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters)
+
+
+def _advice(node: fx.Node, facts: Facts) -> str:
+    assert facts.axes is not None
+    if rule_for(node) is None:
+        return NO_RULE
+    signature = facts.axes.signatures.get(node)
+    if signature is not None and signature.whole:
+        return MIXES
+    return OTHER
+
+
+def why_no_stages(facts: Facts) -> str:
+    """Why a graph has no stages at all."""
+    failed = facts.notes.get("failed")
+    if failed:
+        return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+    return f"no dimension of this graph can be streamed: no attention, no sum over a long dimension; {NO_SEQUENCE}"

@@ -1,0 +1,128 @@
+"""What becomes of each stage: streamed or whole, how its attention sees keys, in which loops it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.stage import Stage
+from streamfx.passes.naming import source_line
+from streamfx.report.flops import is_fused_attention
+from streamfx.report.memory import LoopCost, bytes_like
+from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
+from streamfx.runtime.loop import Loop
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter."""
+
+    graph: int
+    name: str
+    reasons: tuple[str, ...]
+    attention: tuple[str, ...]
+    chunk_size: int
+    loops: int
+    saved_bytes: int
+    flops: int
+    source: tuple[str, ...]
+    also_whole: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "whole" if self.reasons else "streamed"
+
+    def as_dict(self) -> dict[str, Any]:
+        items = {key: list(item) if isinstance(item, tuple) else item for key, item in asdict(self).items()}
+        return {"kind": self.kind, "reason": "; ".join(self.reasons) or None, **items}
+
+
+def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
+    """The stages of a graph that have work along the sequence."""
+    if facts.program is None:
+        return [_whole_graph(facts, graph)]
+    view = _View(facts, graph, costs)
+    return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
+
+
+def _whole_graph(facts: Facts, graph: int) -> StageReport:
+    nodes = [node for node in facts.joint.nodes if node in facts.joint.forward]
+    return StageReport(graph, f"graph {graph}", (why_no_stages(facts),), (), 0, 0, 0, 0, source_lines(nodes))
+
+
+@dataclass
+class _View:
+    facts: Facts
+    graph: int
+    costs: Mapping[str, LoopCost]
+    found: dict[fx.Node, Obstacle] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = obstacles(self.facts)
+
+    def report(self, stage: Stage) -> StageReport | None:
+        loops = loops_of(stage, self.facts)
+        whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
+        if not loops and not whole:
+            return None
+        costs = [self.costs[loop.spec.name] for loop in loops]
+        return StageReport(
+            graph=self.graph,
+            name=stage.name,
+            reasons=_texts(item for item in whole if item.matters),
+            attention=tuple(attention_kinds(stage, self.facts)),
+            chunk_size=max((cost.rows for cost in costs), default=0),
+            loops=len(loops),
+            saved_bytes=saved_bytes(stage, self.facts),
+            flops=sum(cost.flops for cost in costs),
+            source=source_lines(stage.forward),
+            also_whole=_texts(item for item in whole if not item.matters),
+        )
+
+
+def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(item) for item in found))
+
+
+def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
+    """The loops that make the values of a stage, forward and backward."""
+    names = {node.name for node in (*stage.forward, *stage.backward)}
+    return [loop for loop in facts.program.loops if loop.spec.labels and loop.spec.labels[0] in names]
+
+
+def attention_kinds(stage: Stage, facts: Facts) -> list[str]:
+    """For each attention of the forward half, which keys a row sees; "whole" where it does not stream."""
+    assert facts.causality is not None and facts.demand is not None
+    spans, verdicts = facts.causality.spans, facts.causality.verdicts
+    kinds: dict[Any, str] = {}
+    for node in stage.forward:
+        if node in verdicts:
+            kinds.setdefault(id(spans[node]), verdicts[node])
+        elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
+            kinds[node] = "whole"
+    return list(kinds.values())
+
+
+def _is_pair(node: fx.Node, facts: Facts) -> bool:
+    """Whether an operator normalises a value with rows and keys, as attention does."""
+    assert facts.axes is not None
+    signature = facts.axes.signatures.get(node)
+    if signature is None or not signature.whole or not is_tensor(node):
+        return False
+    return len(facts.axes.sequence_dims(facts.axes.shapes[node])) == 2
+
+
+def saved_bytes(stage: Stage, facts: Facts) -> int:
+    """Bytes of what a stage makes in the forward half and keeps for the backward half."""
+    own = {id(node.meta["val"]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
+    return sum(bytes_like(node.meta["val"]) for node in facts.program.saved if id(node.meta.get("val")) in own)
+
+
+def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The lines of the user's code that the operators come from, each once."""
+    return tuple(dict.fromkeys(line for node in nodes if (line := source_line(node))))

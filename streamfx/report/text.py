@@ -1,0 +1,121 @@
+"""The report of `streamfx.explain`, made of its summary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+Stage = Mapping[str, Any]
+HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
+
+
+def report_text(summary: Mapping[str, Any]) -> str:
+    """The report, a page at most for a model of equal layers."""
+    return "\n".join(line.rstrip() for line in _lines(summary))
+
+
+def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    yield headline(summary)
+    yield from _totals(summary)
+    yield ""
+    yield from _table(summary["stages"], summary["flops"])
+    for stage in summary["stages"]:
+        if stage["reasons"]:
+            yield ""
+            yield f"{stage['name']} runs whole:"
+            yield from (f"  {reason}" for reason in stage["reasons"])
+        for reason in stage["also_whole"]:
+            yield f"{stage['name']}: a small operator runs whole: {reason}"
+    yield from _breaks(summary)
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    whole = [stage for stage in summary["stages"] if stage["kind"] == "whole"]
+    streams = "every stage streams" if not whole else f"{len(whole)} of {len(summary['stages'])} stages run whole"
+    lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
+    rows = f", {lengths} rows" if lengths else ""
+    return f"streamfx: {streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
+
+
+def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
+    peak, baseline = summary["peak_bytes"], summary["baseline_peak_bytes"]
+    checkpointing = summary["checkpointing_peak_bytes"]
+    flops, before = summary["flops"], summary["baseline_flops"]
+    ratio = f" ({flops / before:.2f} times)" if before else ""
+    yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
+    checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
+    yield f"           {in_bytes(baseline)} in eager{checkpointed}"
+    yield f"  compute  {in_flops(flops)}, {100 * summary['streamed_flops_share']:.1f} % of it in loops over chunks"
+    yield f"           {in_flops(before)} in eager{ratio}"
+
+
+def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
+    rows = [HEADER, *(_row(list(run), flops) for _, run in groupby(stages, key=_alike))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    for row in rows:
+        cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        yield "  " + "   ".join(cells)
+
+
+def _alike(stage: Stage) -> tuple[Any, ...]:
+    """Stages that share a line of the table: equal but for a number in the name."""
+    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
+    return re.sub(r"\d+", "#", stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+
+
+def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
+    stage, name = run[0], _joint_name([stage["name"] for stage in run])
+    share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
+    saved = in_bytes(stage["saved_bytes"])
+    return (
+        name + (" (whole)" if stage["kind"] == "whole" else ""),
+        ", ".join(stage["attention"]) or "-",
+        str(stage["chunk_size"] or "-"),
+        str(stage["loops"]),
+        saved if len(run) == 1 else f"{len(run)} x {saved}",
+        f"{share:.1f} %",
+    )
+
+
+def _joint_name(names: Sequence[str]) -> str:
+    """`layers.0` to `layers.3` as `layers.0-3`."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
+    return "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
+    if summary["break_reasons"]:
+        yield ""
+        yield "graph breaks: each piece is streamed by itself, and what crosses from one to the next is kept whole"
+        for item in summary["break_reasons"]:
+            yield f"  {item['reason']}"
+            yield f"    {item['where']}"
+    if summary["stopped"]:
+        yield ""
+        yield f"the call could not be followed to its end without data, so what comes later is not shown: {summary['stopped']}"
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
+
+
+def in_bytes(number: int) -> str:
+    """
+    >>> in_bytes(100), in_bytes(5 * 2**20), in_bytes(3 * 2**30)
+    ('100 bytes', '5.0 MiB', '3.0 GiB')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def in_flops(number: int) -> str:
+    for unit, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}FLOP"
+    return f"{number} FLOP"

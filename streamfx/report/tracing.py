@@ -1,0 +1,225 @@
+"""Traces a call of a model as `torch.compile` would, and leaves the model as it was.
+
+The frame runs under fake tensors: Dynamo and AOTAutograd trace it, the passes analyse each graph, and what would then compute is
+replaced by something that only returns tensors of the right shapes. Nothing is computed, and no gradient is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+from streamfx.backend import Compilation
+from streamfx.errors import NotTraced
+from streamfx.ir.facts import Facts
+from streamfx.log import log
+from streamfx.options import Options, resolved
+from streamfx.report.memory import Cost, eager_cost_of, made_like
+from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
+from streamfx.report.values import RealIntegers
+from streamfx.torch_private import (
+    compiled_apart,
+    default_partition,
+    fake_mode_of,
+    is_compiled,
+    noted_graph_breaks,
+    real_values,
+)
+
+
+@dataclass
+class TracedGraph:
+    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them."""
+
+    module: fx.GraphModule
+    facts: Facts
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place at which Dynamo could not go on tracing."""
+
+    reason: str
+    where: str
+
+
+@dataclass
+class TracedCall:
+    """All graphs of one call; `calls` has a graph as often as it is called, in order.
+
+    `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
+    every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
+    """
+
+    options: Options
+    graphs: list[TracedGraph] = field(default_factory=list)
+    calls: list[TracedGraph] = field(default_factory=list)
+    breaks: tuple[GraphBreak, ...] = ()
+    eager: Cost | None = None
+    checkpointed: Cost | None = None
+    stopped: str = ""
+
+
+def traced(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None
+) -> TracedCall:
+    """Trace one call of a model: real, fake or on the meta device, and so its arguments."""
+    model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
+    mode = fake_mode_of(tensors) or FakeTensorMode()
+    faker = Faker(mode, device_of(tensors))
+    call = TracedCall(replace(resolved(options), strict=False))
+    with accepting_real(mode), mode:
+        _trace(call, model, args, kwargs, faker)
+        call.eager = _eager_cost(model, args, kwargs, faker, ())
+        if layers := layers_of(model):
+            call.checkpointed = _eager_cost(model, args, kwargs, faker, layers)
+    return call
+
+
+def _trace(
+    call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker
+) -> None:
+    """Fill in the graphs of a call, in the fake mode that is active."""
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        with real_values():
+            return _Watched(module, call).compile(inputs)
+
+    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+        faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
+        for module in modules_of(model):
+            module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
+        try:
+            torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
+        except Exception as error:
+            call.stopped = f"{type(error).__name__}: {first_line(str(error))}"
+            if not call.graphs:
+                raise _not_traced(call.stopped) from error
+    call.breaks = distinct_breaks(breaks)
+    if not call.graphs:
+        raise _not_traced("; ".join(item.reason for item in call.breaks) or "no operator on tensors")
+
+
+def _eager_cost(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, layers: Sequence[nn.Module]
+) -> Cost | None:
+    """What the call costs in eager, with some layers checkpointed; None if its Python code asks for data that nobody has."""
+    with untouched(model):
+        faker.replace(modules_of(model), buffers=True)
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        try:
+            with RealIntegers():
+                return eager_cost_of(lambda: model(*args, **kwargs))
+        except Exception as error:
+            log.info("no eager baseline: %s", error)
+            return None
+
+
+def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The layers that a model repeats: the elements of its outermost lists of modules."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in modules_of(model):
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            layers = [layer for layer in module if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
+            found += layers
+            inside.update(part for layer in layers for part in layer.modules())
+    return found
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
+
+
+def _not_traced(found: str) -> NotTraced:
+    return NotTraced(
+        "streamfx.explain asks for a call that torch.compile can trace",
+        found=found,
+        do="check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
+    )
+
+
+@contextmanager
+def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
+    """Real parameters may meet fake inputs."""
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
+    """Each place once: a break inside of an inlined function is met again by the function around it."""
+    breaks: dict[str, GraphBreak] = {}
+    for file, line, reason in found:
+        where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
+        cause = reason.split("Graph break encountered:", 1)[-1]
+        breaks.setdefault(where, GraphBreak(first_line(cause), where))
+    return tuple(breaks.values())
+
+
+class _Watched(Compilation):
+    """A compilation that keeps what it finds, and runs nothing."""
+
+    def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
+        super().__init__(module, call.options)
+        self.call = call
+        self.seen = fx.GraphModule(module, copy.deepcopy(module.graph))  # as it is before anything is rewritten
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        number = len(self.facts)
+        halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        if len(self.facts) > number:
+            facts = self.facts[-1]
+            plain = halves
+            if facts.program is not None:
+                plain = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+            self.call.graphs.append(TracedGraph(self.seen, facts, *plain, num_fwd_outputs))
+        return halves
+
+    def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _StandIn(module, self.call)
+
+    def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        super().run_inference(module, inputs)
+        outputs = module.graph.output_node().args[0]
+        count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
+        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], module, None, count))
+        return _StandIn(module, self.call)
+
+
+class _StandIn:
+    """Returns what a graph would return, without running it."""
+
+    def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
+        self._outputs = module.graph.output_node().args[0]
+        self._call, self._graph = call, call.graphs[-1]
+        self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        arguments.clear()
+        self._call.calls.append(self._graph)
+        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in self._outputs]  # type: ignore[union-attr]
+        return [made_like(value) for value in values]

@@ -1,0 +1,170 @@
+"""Runs a model without leaving a mark on it: its state is put back, and fake tensors stand in for its inputs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from streamfx.torch_private import fake_copies, real_values
+
+
+def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """All modules that a callable is, holds or closes over."""
+    roots: list[Any] = [model]
+    while roots and isinstance(roots[0], functools.partial):
+        roots = [roots[0].func, *roots[0].args, *roots[0].keywords.values()]
+    roots += [getattr(roots[0], "__self__", None)]
+    roots += [cell.cell_contents for cell in getattr(roots[0], "__closure__", None) or () if _is_filled(cell)]
+    found = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
+    return list(dict.fromkeys(found))
+
+
+def held_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers."""
+    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False
+
+
+@contextmanager
+def untouched(model: Callable[..., Any]) -> Iterator[None]:
+    """Whatever is assigned to attributes, written to buffers, and drawn at random, is undone."""
+    modules = modules_of(model)
+    kept = [(module, _attributes(module)) for module in modules]
+    with randomness_kept(), buffers_kept(modules):
+        try:
+            yield
+        finally:
+            for module, attributes in kept:
+                _put_back(module.__dict__, attributes)
+
+
+@contextmanager
+def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Buffers that are written to in place are put back."""
+    buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
+    with real_values():
+        kept = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers.values()]
+    try:
+        yield
+    finally:
+        with real_values(), torch.no_grad():
+            for buffer, value, version in kept:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Generators of torch, Python and numpy are put back."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(cpu_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, with copies of containers, which might be written to."""
+    return {name: (value, _contents(value)) for name, value in module.__dict__.items()}
+
+
+def _contents(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list, set) else None
+
+
+def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+    attributes.clear()
+    for name, (value, contents) in kept.items():
+        attributes[name] = value
+        if contents is not None:
+            value.clear()
+            value.extend(contents) if isinstance(value, list) else value.update(contents)
+
+
+class Faker:
+    """Fake tensors for real ones, the same for the same; tensors on the meta device get a device."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode, self.device = mode, device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._new(tensor)  # the original is kept: its id must stay its own
+        return self._made[id(tensor)][1]
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            with self.mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+            made.requires_grad_(tensor.requires_grad)
+            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        else:
+            made = self.mode.from_tensor(tensor, static_shapes=True)
+        for name, value in vars(tensor).items():  # marks of dynamic dimensions
+            if name.startswith("_dynamo"):
+                setattr(made, name, value)
+        return made
+
+    def inputs(self, values: Any, with_integers: bool = False) -> Any:
+        """Copies of nested arguments, with fake tensors in them; `with_integers` leaves real integers their values."""
+        tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
+        memo = {id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors}
+        try:
+            with fake_copies(self.mode):
+                return copy.deepcopy(values, memo)
+        except Exception:  # something in there cannot be copied: share it, apart from the tensors that can be reached
+            return tree_map(lambda value: memo.get(id(value), value), values)
+
+    def replace(self, modules: list[nn.Module], buffers: bool) -> None:
+        """Put fake tensors where modules have parameters, and where they have buffers if these are asked for or have no data."""
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = None if parameter is None else self.fake(parameter)  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and (buffers or buffer.is_meta):
+                    module._buffers[name] = self.fake(buffer)
+
+
+def _has_data(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _has_integers(tensor: Tensor) -> bool:
+    return _has_data(tensor) and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    with real_values():
+        return tensor.clone()
+
+
+def device_of(tensors: list[Tensor]) -> torch.device:
+    """The device of the first tensor that has one."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))

@@ -1,0 +1,56 @@
+"""Integers keep their values while everything else is fake.
+
+Models look at ids and positions in Python (is this batch packed? is anything padded?) to choose their masks. Such values are small,
+so they are computed, and code that asks for them goes the way it would go with data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from streamfx.torch_private import real_values
+
+MOST = 1 << 22  # elements of a value that is computed
+ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class RealIntegers(TorchDispatchMode):
+    """Inside of a FakeTensorMode: operators that make integers of real integers, or of nothing, are run."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tags = set(getattr(func, "tags", ()))
+        operands = _tensors((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in tags or not all(map(_is_known, operands)):
+            return func(*args, **kwargs)
+        if not (operands and tags & ASKS_FOR_DATA):
+            fake = func(*args, **kwargs)
+            if not all(map(_is_worth_knowing, _tensors(fake))):
+                return fake
+        with real_values():
+            return func(*args, **kwargs)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and _is_worth_knowing(tensor)
+
+
+def _is_worth_knowing(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST

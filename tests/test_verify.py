@@ -1,0 +1,138 @@
+"""What `streamfx.verify` measures, and that it leaves no mark."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.report.verify import default_loss, relative_difference
+from tests.support.small import EXAMPLES, WIDTH, Causal, Streams, tokens
+
+IDS = tokens(2, 6)
+
+
+def test_a_streamed_decoder_is_the_same() -> None:
+    model = Causal().double()
+    result = streamfx.verify(model, IDS, IDS, options={"chunk_size": 2, "outputs": "dense"})
+    assert result.ok
+    assert result.max_error < 1e-14
+    assert result.tolerance == 1e-12
+    assert set(result.errors) == {name for name, _ in model.named_parameters()}
+    assert result.loss == pytest.approx(result.streamed_loss, rel=1e-14)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples(example: str) -> None:
+    model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
+    assert streamfx.verify(model, *arguments, options={"chunk_size": 2, "outputs": "dense"}).ok
+
+
+def test_float_inputs_that_require_gradients_are_compared() -> None:
+    x, y = torch.randn(5, WIDTH, requires_grad=True), torch.randn(5, WIDTH)
+    result = streamfx.verify(Streams(), x, y=y, options={"outputs": "dense"})
+    assert set(result.errors) == {"w", "input [0]"}
+    assert x.grad is None
+
+
+def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamfx.runtime import sums
+
+    right = sums.add_mm
+
+    def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
+        right(total, left, right_)
+        total[0, 0] += 0.125
+
+    monkeypatch.setattr(sums, "add_mm", wrong)
+    result = streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
+    assert not result.ok
+    assert "NOT the same as eager" in str(result)
+
+
+def test_the_table_shows_the_worst_first() -> None:
+    text = str(streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"}))
+    for part in ("the same as eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):
+        assert part in text
+    assert len(text.splitlines()) < 12
+
+
+class Counting(nn.Module):
+    """Writes to buffers and attributes, as models with statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x).square().sum(-1).tanh().mean()
+
+
+def test_nothing_is_left_behind() -> None:
+    model, x = Counting(), torch.randn(6, WIDTH)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert streamfx.verify(model, x, options={"outputs": "dense"}).ok
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is not None and bool((parameter.grad == 3).all()) for parameter in model.parameters())
+    assert model.calls == 0
+
+
+def test_loss_picks_the_number() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Causal()
+
+        def forward(self, ids: Tensor) -> dict[str, Tensor]:
+            return {"hidden": self.inner.embed(ids), "loss": self.inner(ids, ids)}
+
+    by_default = streamfx.verify(TwoOutputs(), IDS, options={"outputs": "dense"})
+    assert by_default.norms["inner.q.weight"] > 0
+    chosen = streamfx.verify(TwoOutputs(), IDS, loss=lambda out: out["hidden"].sum(), options={"outputs": "dense"})
+    assert chosen.norms["inner.q.weight"] == 0
+    assert chosen.ok
+
+
+def test_without_a_loss_outputs_are_combined() -> None:
+    output = (torch.ones(3, 2), torch.tensor([1, 2]))
+    assert default_loss(output).dim() == 0
+    assert default_loss({"loss": torch.tensor(2.0), "more": torch.ones(3)}) == 2
+    assert default_loss(torch.ones(4)) != default_loss(-torch.ones(4))
+
+
+def test_random_models_cannot_be_compared() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    with pytest.raises(streamfx.NotComparable, match="draws random numbers"):
+        streamfx.verify(model, torch.randn(3, WIDTH))
+    assert streamfx.verify(model.eval(), torch.randn(3, WIDTH), options={"outputs": "dense"}).ok
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(streamfx.NotComparable, match="holds no data"):
+        streamfx.verify(Causal(), IDS.to("meta"), IDS)
+    with pytest.raises(streamfx.NotComparable, match="loss= return a tensor with one element"):
+        streamfx.verify(Causal(), IDS, IDS, loss=lambda out: torch.stack((out, out)))
+    with pytest.raises(streamfx.NotComparable, match="has no loss"):
+        streamfx.verify(lambda ids: ids + 1, IDS)
+
+
+def test_a_gradient_of_rounding_errors_has_no_digits_to_compare() -> None:
+    noise, other = torch.tensor([1e-17]), torch.tensor([-2e-17])
+    assert relative_difference(noise, other, 0.0) > 1
+    assert relative_difference(noise, other, 1e-4) < 1e-12
+    assert relative_difference(None, None, 0.0) == 0
+    assert relative_difference(None, torch.zeros(2), 0.0) == 0
+    assert relative_difference(torch.ones(2), None, 0.0) == float("inf")
+
+
+def test_nothing_requires_a_gradient() -> None:
+    model = Causal().requires_grad_(False)
+    result = streamfx.verify(model, IDS, IDS, options={"outputs": "dense"})
+    assert result.ok
+    assert "nothing requires a gradient" in str(result)
