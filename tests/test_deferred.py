@@ -30,7 +30,7 @@ from tests.support.precision import widen_transformers
 widen_transformers()
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 40, 8, 2, 11
-OPTIONS = {"chunk_size": 4, "loss_chunk_size": 4}
+OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4}
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad": nullcontext,
     "no_grad": torch.no_grad,
@@ -216,7 +216,7 @@ def doubled_before(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_exact(name: str) -> None:
-    """Outputs, and gradients of the loss alone and of all outputs, equal eager's; the right number of them is deferred."""
+    """Outputs, and gradients of the loss alone and of all outputs, equal eager's; as many as expected are deferred."""
     head, number = HEADS[name]
     model = decoder(head)
     compiled = torch.compile(model, backend="streambp", options=OPTIONS)
@@ -363,7 +363,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda x: x.detach().numpy(),
     "numpy of what needs a gradient": lambda x: x.numpy(),
     "array": lambda x: np.asarray(x.detach()),
-    "dlpack": lambda x: torch.from_dlpack(x.detach()),
+    "dlpack": lambda x: torch.utils.dlpack.from_dlpack(x.detach()),
     "text": lambda x: repr(x.detach()),
     "format": lambda x: f"{x[0, 0, 0].detach():.4f}",
     "iteration": lambda x: [row.sum() for row in x],
@@ -627,7 +627,7 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     """The numbers of elements of all tensors that operators make."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -90,7 +90,7 @@ class _Name(str):
 
 @dataclass(frozen=True)
 class RowAxes:
-    """Which dimensions of a result are rows: index i of dimension n needs index i of `dims[n]` of a given value, no more."""
+    """Which dimensions of a result are rows: index i of dimension n follows index i of `dims[n]` of a given value."""
 
     given: int
     dims: tuple[int | None, ...]

@@ -234,8 +234,9 @@ class _Step:
     result: int | None = None
 
     def __call__(self, value: Tensor) -> Tensor:
-        made: Any = self.func(value, *self.args, **self.kwargs)
-        return made if self.result is None else made[self.result]
+        made = self.func(value, *self.args, **self.kwargs)
+        part: Tensor = made if self.result is None else made[self.result]
+        return part
 
 
 # Views that are also right on a copy of some rows, whose strides may be others.
