@@ -33,9 +33,7 @@ def register_cpu_attention() -> None:
         return
 
     @register_flop_formula(ATTENTION[0], get_raw=True)
-    def forward(
-        q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any
-    ) -> int:
+    def forward(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any) -> int:
         return int(2 * visible_pairs(q, k, causal, attn_mask) * (q.shape[-1] + v.shape[-1]))
 
     @register_flop_formula(ATTENTION[1], get_raw=True)

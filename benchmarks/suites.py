@@ -106,9 +106,7 @@ def _medians(rows: Rows) -> Rows:
     result: Rows = []
     for label in labels:
         own = [row for row in rows if row["way"] == label]
-        result.append(
-            {"way": label, **{f"{key} s": statistics.median(row[key] for row in own) for key in ("wall", "cpu")}}
-        )
+        result.append({"way": label, **{f"{key} s": statistics.median(row[key] for row in own) for key in ("wall", "cpu")}})
         result[-1]["of aot_eager"] = result[-1]["cpu s"] / result[0]["cpu s"]
     return result
 

@@ -50,9 +50,7 @@ def small_config(**changes: int) -> Any:
 def model_folder(name: str) -> Path:
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise SystemExit(
-            f"--model {name}: no such model; give 'small', 'smollm2', or a folder that holds a config.json"
-        )
+        raise SystemExit(f"--model {name}: no such model; give 'small', 'smollm2', or a folder that holds a config.json")
     return folder
 
 

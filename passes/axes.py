@@ -22,8 +22,7 @@ from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
-from streamfx.passes.linear import is_random
-from streamfx.passes.linear import is_moved_elements
+from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.rules.registry import Call, rule_for
 
 
@@ -101,11 +100,7 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
     They are the same whatever the parameters are, and cheap to make whole where they have one sequence axis.
     """
-    static = {
-        node
-        for node in joint.sources
-        if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))
-    }
+    static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
         if is_random(node):
             continue

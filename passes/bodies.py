@@ -114,11 +114,7 @@ class BodyBuilder:
     def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
         key = (feed, source)
         if key not in self.placeholders:
-            point = (
-                self.graph.inserting_after(self.anchor)
-                if self.anchor
-                else self.graph.inserting_before(self.graph._root.next)
-            )
+            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
             with point:
                 made = self.graph.placeholder(name)
             made.target = made.name  # the namespace has made it unique
@@ -164,10 +160,7 @@ class BodyBuilder:
         if atom is None:
             return axes.table.size_of_dim(dim)
         rows = self.layout.rows(dim)
-        if role is Role.ROWS:
-            count = rows_in_chunk(rows, self.length)
-        else:
-            count = rows_in_span(rows, self.layout.span(node, self.asked))
+        count = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, self.layout.span(node, self.asked))
         return product(count if a == atom else axes.table.size(a) for a in dim)
 
     def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
@@ -192,9 +185,7 @@ class BodyBuilder:
 
     def _name(self, node: fx.Node, made: Any) -> None:
         if isinstance(made, fx.Node):
-            made.meta.update(
-                {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")}
-            )
+            made.meta.update({k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")})
             made.meta["joint"] = node.name
             made.meta["has_keys"] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 
@@ -246,9 +237,7 @@ class BodyBuilder:
         key = (operand, "completed")
         if key not in self.made:
             marker = self.deposits[operand][1]
-            self.made[key] = self.graph.call_function(
-                buffer_ops.complete, (own, marker, shape, operand.meta["val"].dtype)
-            )
+            self.made[key] = self.graph.call_function(buffer_ops.complete, (own, marker, shape, operand.meta["val"].dtype))
         return self.made[key]
 
     def deposit(self, operand: fx.Node) -> tuple[int, fx.Node]:

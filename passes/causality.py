@@ -44,9 +44,7 @@ class Causality:
 
 def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> CausalityFacts:
     masks = Masks(joint, axes, demand)
-    pairs = [
-        node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)
-    ]
+    pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()

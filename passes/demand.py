@@ -100,9 +100,7 @@ class _Analysis:
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
         """How many sequence dimensions the operator deals with at once; a shifted letter is the same one again."""
-        return len(letters) - sum(
-            letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters
-        )
+        return len(letters) - sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
 
     # -- rows or keys
 
@@ -219,9 +217,7 @@ class _Analysis:
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
-        return any(
-            sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape
-        )
+        return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 
     def _roles_of(
         self,
@@ -251,9 +247,7 @@ class _Analysis:
             return False
         return roles[letter] is Role.ROWS
 
-    def _must_be_whole(
-        self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]
-    ) -> bool:
+    def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]) -> bool:
         """No rows to loop over, or a result that comes whole."""
         if Role.ROWS not in roles.values():
             return True

@@ -64,9 +64,7 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
         if roles.get(letter) is Role.ROWS:
             return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
         if roles.get(letter) is Role.KEYS:
-            return first_in_span(
-                builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked)
-            )
+            return first_in_span(builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked))
     return 0
 
 

@@ -75,9 +75,7 @@ def _is_linear(node: fx.Node, driven: set[fx.Node]) -> bool:
     if node.target in MOVES_ELEMENTS:
         return True
     if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default):
-        return len(positions) == len(operands) and all(
-            is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node)
-        )
+        return len(positions) == len(operands) and all(is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node))
     if node.target is aten.where.self:
         return positions == [1, 2] or (0 not in positions and _others_are_zero(operands, positions))
     if node.target is aten._to_copy.default:
@@ -146,9 +144,7 @@ def _facts_after(
     if len(stages) > 1:
         previous = replace(stages[-2], backward=(*scaled, *stages[-2].backward))
         gradients = {gradient for gradient in facts.joint.graph.output_node().args[0] if isinstance(gradient, fx.Node)}  # type: ignore[union-attr]
-        left = tuple(
-            node for node in scaled if node in gradients or any(u not in previous.backward for u in node.users)
-        )
+        left = tuple(node for node in scaled if node in gradients or any(u not in previous.backward for u in node.users))
         stages = (*stages[:-2], replace(previous, gradients=tuple(dict.fromkeys((*left, *previous.gradients)))), last)
     else:
         stages = (last,)
@@ -172,9 +168,7 @@ class _Additions:
 
     @property
     def facts(self) -> AxisFacts:
-        return replace(
-            self._old, shapes=self.shapes, results=self.results, signatures=self.signatures, letters=self.letters
-        )
+        return replace(self._old, shapes=self.shapes, results=self.results, signatures=self.signatures, letters=self.letters)
 
 
 class _DemandAdditions:

@@ -164,9 +164,7 @@ class Masks:
             return self._of_result(node)
         if target in MOVES:
             source = node.args[0]
-            return (
-                self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)
-            )  # type: ignore[arg-type]
+            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)  # type: ignore[arg-type]
         if target in PRODUCES_ORDINARY:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
@@ -304,9 +302,7 @@ class Masks:
         relation = "le" if node.target is aten.tril.default else "ge"
         kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
         zero = Const(False) if node.meta["val"].dtype == torch.bool else Const(0)
-        return combined(
-            lambda keep, fact: everywhere(fact if keep == Const(True) else zero), kept, self._operand(source, node)
-        )
+        return combined(lambda keep, fact: everywhere(fact if keep == Const(True) else zero), kept, self._operand(source, node))
 
     def _offsets(self, node: fx.Node) -> int | None:
         """Offset of the keys' axis minus offset of the rows' axis."""
@@ -329,9 +325,7 @@ class Masks:
         scores = self._operand(node.args[0], node)
         diagonal = scores.at(0)
         sees_itself = isinstance(diagonal, Ordinary) or (isinstance(diagonal, Const) and abs(diagonal.value) < 1e4)
-        return combined(
-            lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores
-        )
+        return combined(lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores)
 
     def _elementwise(self, node: fx.Node) -> Pieces:
         """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown."""
@@ -436,11 +430,7 @@ def _ordinary(target: Any, facts: tuple[Fact, ...], dtype: torch.dtype, scaled: 
     huge = [fact for fact in facts if isinstance(fact, Const) and fact.value <= swamps]
     if huge:
         is_sum = target in (aten.add.Tensor, aten.add.Scalar) and not scaled
-        return (
-            Const(float("-inf") if huge[0].value == float("-inf") else min(huge[0].value, SWAMPS))
-            if is_sum
-            else UNKNOWN
-        )
+        return Const(float("-inf") if huge[0].value == float("-inf") else min(huge[0].value, SWAMPS)) if is_sum else UNKNOWN
     divided_by_zero = target in (aten.div.Tensor, aten.div.Scalar) and _zero(facts[-1])
     if all(isinstance(fact, (Ordinary, Const)) for fact in facts) and not divided_by_zero:
         return ORDINARY
@@ -506,9 +496,7 @@ def _where(condition: Fact, yes: Fact, no: Fact) -> Pieces | None:
 def _either(one: Fact, other: Fact) -> Fact:
     if one == other:
         return one
-    plain = all(
-        isinstance(fact, Ordinary) or (isinstance(fact, Const) and abs(fact.value) < 1e4) for fact in (one, other)
-    )
+    plain = all(isinstance(fact, Ordinary) or (isinstance(fact, Const) and abs(fact.value) < 1e4) for fact in (one, other))
     return ORDINARY if plain else UNKNOWN
 
 

@@ -80,9 +80,7 @@ def _sum(node: fx.Node, known: Known) -> Affine | None:
     a, b = _result_dim(node, 0, left), _result_dim(node, 1, right)
     if left.dim is not None and right.dim is not None and a != b:
         return None
-    return _affine(
-        left.factor + sign * right.factor, left.offset + sign * right.offset, a if left.dim is not None else b
-    )
+    return _affine(left.factor + sign * right.factor, left.offset + sign * right.offset, a if left.dim is not None else b)
 
 
 def _product(node: fx.Node, known: Known) -> Affine | None:
@@ -107,9 +105,7 @@ def _result_dim(node: fx.Node, position: int, operand: Affine) -> int | None:
 
 def _same(node: fx.Node, known: Known) -> Affine | None:
     source = known.get(node.args[0])  # type: ignore[arg-type]
-    if source is None or (
-        source.dim is not None and node.meta["val"].dtype not in (torch.int64, torch.int32, torch.bool)
-    ):
+    if source is None or (source.dim is not None and node.meta["val"].dtype not in (torch.int64, torch.int32, torch.bool)):
         return None
     if node.meta["val"].dtype == torch.bool:
         return None if source.dim is not None else _affine(0, bool(source.offset), None)

@@ -83,9 +83,7 @@ def place(
     return Region(tuple(nodes), level, tuple(loops[i] for i in range(count)), reverse)
 
 
-def _closure(
-    outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]
-) -> list[fx.Node]:
+def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]) -> list[fx.Node]:
     """Values (not sizes) between `available` ones and the outputs, in program order."""
     found: set[fx.Node] = set()
     todo = list(outputs)
@@ -104,9 +102,7 @@ def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
 
 
-def _levels(
-    nodes: list[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
-) -> dict[fx.Node, int]:
+def _levels(nodes: list[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> dict[fx.Node, int]:
     level: dict[fx.Node, int] = {}
     for node in nodes:
         if not is_tensor(node):
@@ -119,17 +115,13 @@ def _levels(
     return level
 
 
-def _wait_outside(
-    operand: fx.Node, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout
-) -> int:
+def _wait_outside(operand: fx.Node, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout) -> int:
     if available(operand):
         return 0
     return level[operand] + is_loop_value(operand, layout)
 
 
-def _wait(
-    need: Need, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
-) -> int:
+def _wait(need: Need, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> int:
     """The first loop in which a need is met."""
     operand = need.operand
     if available(operand):

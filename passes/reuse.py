@@ -29,11 +29,7 @@ def reuse_buffers(module: fx.GraphModule) -> None:
             if not isinstance(item, Stacked):
                 continue
             for index, source in enumerate(tensors):
-                if (
-                    index not in taken
-                    and _dies_here(source, call, module)
-                    and _fits(loop.spec, position, index, source, module)
-                ):
+                if index not in taken and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
                     yields[position] = replace(item, reuse=index)
                     taken.add(index)
                     break

@@ -87,7 +87,7 @@ class _Rewriter:
     def _wanted(self, stage: Stage) -> list[fx.Node]:
         """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
         inside = set(stage.forward)
-        wanted = [node for node in stage.outputs]
+        wanted = list(stage.outputs)
         outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
         for node in stage.forward:
             if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from torch import fx
@@ -50,7 +50,7 @@ class _Cutter:
     def stages(self) -> tuple[Stage, ...]:
         cuts = self.forward_cuts()
         bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
-        forwards = [self.forward[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        forwards = [self.forward[low:high] for low, high in pairwise(bounds)]
         stage_of = {node: i for i, nodes in enumerate(forwards) for node in nodes}
         crossing = [self.crossing_forward(stage_of, i) for i in range(len(forwards))]
         backwards = self.backward_segments(stage_of, len(forwards), {node for nodes in crossing for node in nodes})
@@ -80,7 +80,7 @@ class _Cutter:
         """Positions after which the forward half is cut."""
         live = self.live_bytes(self.forward, self.position, self.outputs)
         attentions = self.attention_intervals()
-        gaps = [(last, first - 1) for (_, last), (first, _) in zip(attentions, attentions[1:], strict=False)]
+        gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
         loss = self.first_sum()
         if loss is not None:
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
@@ -120,9 +120,7 @@ class _Cutter:
                 return i
         return None
 
-    def live_bytes(
-        self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()
-    ) -> list[int]:
+    def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
         """Bytes of streamed values alive after each position; what is stored anyway costs nothing."""
         change = [0] * (len(nodes) + 1)
         free = set(free)
@@ -181,7 +179,7 @@ class _Cutter:
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
             bounds.append(min(candidates, key=lambda i: (live[i - 1] if i else 0, i)))
         bounds.append(len(self.backward))
-        return [self.backward[low:high] for low, high in zip(bounds, bounds[1:], strict=False)][::-1]
+        return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Values of a backward stretch that later stretches or the caller use."""
@@ -189,6 +187,5 @@ class _Cutter:
         return [
             node
             for node in nodes
-            if is_tensor(node)
-            and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
+            if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
         ]

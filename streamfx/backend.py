@@ -11,6 +11,7 @@ from torch import fx
 
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, watched_inputs
+from streamfx.deferral import Deferral, defer_outputs
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.pieces import Pieces
@@ -20,10 +21,15 @@ from streamfx.passes import run_pipeline
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outputs import WithDeferred
 from streamfx.torch_private import aot_autograd, default_partition, get_decompositions, is_held_by_model, keep_saved_tensors
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
+    "Please report this; strict=True raises the error instead."
+)
+NOT_DEFERRED = (
+    "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
 
@@ -59,10 +65,28 @@ class Compilation:
             partition_fn=self.partition,
             decompositions=get_decompositions(TAKEN_APART),
         )
-        compiled = compiler(self.module, inputs)
+        deferral = self.deferral()
+        compiled = compiler(self.module if deferral is None else deferral.module, inputs)
+        if deferral is not None:
+            compiled = WithDeferred(compiled, deferral.plan)
         if not self.watched:
             return compiled
         return Guarded(compiled, self.watched, self._without_patterns)
+
+    def deferral(self) -> Deferral | None:
+        """The graph without its outputs that are large and cheap to rebuild, where it has any."""
+        if self.options.outputs == "dense":
+            return None
+        try:
+            deferral = defer_outputs(self.module)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning(NOT_DEFERRED, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            return None
+        if deferral is not None:
+            log.debug("%s", deferral.plan)
+        return deferral
 
     def _without_patterns(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The same graph, compiled without relying on what any input holds."""

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -16,18 +16,35 @@ from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
+from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
+from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 
 __all__ = [
+    "DISABLED_TORCH_FUNCTION",
+    "ENTER_AUTOCAST",
+    "EXIT_AUTOCAST",
+    "SET_GRAD",
     "FakeTensor",
     "aot_autograd",
     "compile_with_inductor",
     "default_partition",
+    "dynamo_copy",
     "get_decompositions",
+    "is_composite",
     "is_held_by_model",
     "keep_saved_tensors",
+    "no_dispatch",
+    "no_modes",
+    "no_saved_tensor_hooks",
     "placeholder_source",
     "unset_fake_temporarily",
+    "untraced",
+    "wrapper_tensor",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
+DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
+SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
 
 
 def keep_saved_tensors() -> None:
@@ -43,8 +60,7 @@ def keep_saved_tensors() -> None:
 
 def placeholder_source(node: fx.Node) -> str:
     """Where Dynamo found an input, as `L['self']._modules['0']._parameters['weight']`; empty if it is unknown (2.11, 2.13)."""
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None)
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
 
@@ -52,9 +68,66 @@ def placeholder_source(node: fx.Node) -> str:
 def is_held_by_model(node: fx.Node) -> bool:
     """Whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
     source = placeholder_source(node)
-    return (
-        source.startswith("G[") or "._buffers[" in source or "._modules[" in source or source.startswith("L['self'].")
+    return source.startswith(("G[", "L['self'].")) or "._buffers[" in source or "._modules[" in source
+
+
+def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of a Dynamo graph with all that AOTAutograd reads of it; its nodes by the original ones (2.11, 2.13)."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in module.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(module, name):
+            setattr(copy, name, getattr(module, name))
+    return copy, copies
+
+
+def untraced(function: F) -> F:
+    """A function that compiled functions may call, and that Dynamo must not look into (2.11, 2.13)."""
+    wrapped: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def wrapper_tensor(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass with the sizes of `like`, and no memory (2.11, 2.13)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
     )
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an ATen operator is defined by other operators, gradients included (2.11, 2.13)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+
+
+def no_dispatch() -> Any:
+    """Operators inside of it do not see `__torch_dispatch__` (2.11, 2.13)."""
+    return torch._C._DisableTorchDispatch()
+
+
+def no_modes() -> Any:
+    """Operators inside of it do not see active dispatch modes (2.11, 2.13)."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Autograd inside of it saves tensors as they are, whatever hooks are active (2.11, 2.13)."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def register_logger(name: str) -> None:
@@ -67,9 +140,7 @@ def register_logger(name: str) -> None:
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Hand a text to `TORCH_TRACE` for tlparse (2.11, 2.13)."""
-    torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
-    )
+    torch._logging.trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_regroup_is_reshape(shapes: tuple[list[int], list[int]]) -> None:
 def nests(before: list[int], after: list[int]) -> bool:
     """Whether both are products of the same finer factors."""
     edges = sorted({*accumulate(before, int.__mul__), *accumulate(after, int.__mul__)})
-    return all(b % a == 0 for a, b in zip(edges, edges[1:], strict=False))
+    return all(b % a == 0 for a, b in pairwise(edges))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.randoms())

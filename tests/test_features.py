@@ -393,7 +393,9 @@ def test_other_lengths_do_not_recompile_each_time() -> None:
     check_streamed(backend.facts, True, {"causal"})
 
 
-@pytest.mark.parametrize("make", [decoders.Plain, decoders.Triangle, decoders.HalfRope, decoders.Window], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "make", [decoders.Plain, decoders.Triangle, decoders.HalfRope, decoders.Window], ids=lambda m: m.__name__
+)
 def test_mark_dynamic(make: Callable[[], nn.Module]) -> None:
     own, eager = twins(make)
     function, backend = compiled(own)

@@ -23,7 +23,9 @@ def batch_of(layout: str, batch: int = 2, length: int = LENGTH) -> layouts.Batch
 # -- Hugging Face models
 
 
-@pytest.mark.parametrize(("name", "attention"), [pytest.param(*c, marks=long if c[0] == "gemma3" else ()) for c in hf.IMPLEMENTATIONS])
+@pytest.mark.parametrize(
+    ("name", "attention"), [pytest.param(*c, marks=long if c[0] == "gemma3" else ()) for c in hf.IMPLEMENTATIONS]
+)
 def test_huggingface_models(name: str, attention: str) -> None:
     compare(
         hf.made(name, attention),
@@ -37,7 +39,11 @@ def layout_cases() -> list[tuple[str, str, str]]:
     """Every layout with fused and with spelled-out attention, the models taken in turn."""
     turn = ["llama", "mistral", "gpt2", "qwen3_tied", "phi3", "gpt_neox", "olmo2"]
     names = [name for name in layouts.LAYOUTS if name != "plain"]
-    return [(turn[i % len(turn)], ("sdpa", "eager")[(i + j) % 2], layout) for j in range(2) for i, layout in enumerate(names, start=3 * j)]
+    return [
+        (turn[i % len(turn)], ("sdpa", "eager")[(i + j) % 2], layout)
+        for j in range(2)
+        for i, layout in enumerate(names, start=3 * j)
+    ]
 
 
 @pytest.mark.parametrize(("name", "attention", "layout"), layout_cases())
@@ -102,7 +108,14 @@ SQUARE = {
 @pytest.mark.parametrize(("batch", "length"), SQUARE.values(), ids=SQUARE)
 @pytest.mark.parametrize("name", ["plain", "triangle", "einsum"])
 def test_lengths_of_handwritten_decoders(name: str, batch: int, length: int) -> None:
-    compare(decoders.made(decoders.CAUSAL[name]), handwritten_batch(batch, length), chunk_size=4, also=(1, 5), attention={"causal"}, streams=length > 2 or None)
+    compare(
+        decoders.made(decoders.CAUSAL[name]),
+        handwritten_batch(batch, length),
+        chunk_size=4,
+        also=(1, 5),
+        attention={"causal"},
+        streams=length > 2 or None,
+    )
 
 
 # -- decoders in other styles
@@ -222,7 +235,9 @@ def test_lone_layer_of_a_huggingface_model() -> None:
     positions = torch.arange(LENGTH)[None]
     rotary = model.model.rotary_emb(x, positions)  # type: ignore[union-attr,operator]
     layer: nn.Module = model.model.layers[0]  # type: ignore[union-attr,index,assignment]
-    compare(layer, {"hidden_states": x, "position_embeddings": tuple(t.detach() for t in rotary)}, also=CHUNKS, attention={"causal"})
+    compare(
+        layer, {"hidden_states": x, "position_embeddings": tuple(t.detach() for t in rotary)}, also=CHUNKS, attention={"causal"}
+    )
 
 
 def test_piece_without_attention() -> None:

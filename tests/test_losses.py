@@ -270,7 +270,14 @@ def test_loss_on_the_last_token() -> None:
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(self.head(self.hidden(self.embed(ids))[:, -1]), labels[:, -1])
 
-    compare(decoders.made(lambda: Classifier(2)), {**batch(), "labels": batch()["ids"]}, chunk_size=5, also=(1, 16), attention={"causal"}, streams=None)
+    compare(
+        decoders.made(lambda: Classifier(2)),
+        {**batch(), "labels": batch()["ids"]},
+        chunk_size=5,
+        also=(1, 16),
+        attention={"causal"},
+        streams=None,
+    )
 
 
 def test_mean_pooling() -> None:

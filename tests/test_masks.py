@@ -96,9 +96,7 @@ HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", VISIBLE)
 def test_masks_that_are_understood(name: str, hide: str) -> None:
     visible, verdict = VISIBLE[name]
-    compare_function(
-        attention(lambda scores: HIDE[hide](scores, visible())), qkv(), (2, 1, 4), streams=True, attention={verdict}
-    )
+    compare_function(attention(lambda scores: HIDE[hide](scores, visible())), qkv(), (2, 1, 4), streams=True, attention={verdict})
 
 
 @pytest.mark.parametrize("name", VISIBLE)

@@ -80,9 +80,7 @@ def test_no_path_of_a_machine() -> None:
 def test_ci_runs_the_command_of_the_readme() -> None:
     if not (ROOT / ".ci" / "run").exists():
         pytest.skip("no .ci here: an unpacked source distribution")
-    command = next(
-        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv")
-    )
+    command = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3 -m venv"))
     command = command.split(" | ")[0]
     assert command in (ROOT / "README.md").read_text()
 

@@ -197,8 +197,7 @@ def cat(call: Call) -> Signature:
         return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), whole=frozenset({dim}))
     fresh = count(rank)
     operands = tuple(
-        (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),)
-        for shape in call.shapes
+        (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),) for shape in call.shapes
     )
     return Signature(operands, (result,), whole=frozenset({dim, *range(rank, next(fresh))}))
 

@@ -148,7 +148,9 @@ def chunk_text(chunk: ChunkSize) -> str:
 
 
 def _buffer_text(buffer: Buffer, known: Known) -> str:
-    return f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{known.shapes.get(buffer.name, '')} for {buffer.name}"
+    return (
+        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{known.shapes.get(buffer.name, '')} for {buffer.name}"
+    )
 
 
 def feed_text(feed: Any, source: str) -> str:

@@ -53,9 +53,7 @@ class Layout:
         assert atom is not None
         at = dim.index(atom)
         size = self.axes.table.size
-        return Placement(
-            position, self.rows(dim), product(size(a) for a in dim[:at]), product(size(a) for a in dim[at + 1 :])
-        )
+        return Placement(position, self.rows(dim), product(size(a) for a in dim[:at]), product(size(a) for a in dim[at + 1 :]))
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
         return tuple(self.placement(value, i) for i in self.axes.sequence_dims(self.axes.shapes[value]))

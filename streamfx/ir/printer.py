@@ -61,7 +61,10 @@ def _listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
     yield "inputs"
     for node in joint.inputs:
         yield f"  {node.name}  # {describe(node)}" if is_tensor(node) else f"  {node.name}"
-    halves = {"forward": [n for n in joint.nodes if n in joint.forward], "backward": [n for n in joint.nodes if n not in joint.forward]}
+    halves = {
+        "forward": [n for n in joint.nodes if n in joint.forward],
+        "backward": [n for n in joint.nodes if n not in joint.forward],
+    }
     for half, nodes in halves.items():
         yield half
         for node in nodes:

@@ -38,9 +38,7 @@ class Meter(TorchDispatchMode):
         """See what compiled code does when it runs, and nothing of its tracing."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)

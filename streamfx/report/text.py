@@ -55,7 +55,9 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     rows = [HEADER, *(_row(list(run), flops) for _, run in groupby(stages, key=_alike))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
-        cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  " + "   ".join(cells)
 
 

@@ -74,9 +74,7 @@ class TracedCall:
     stopped: str = ""
 
 
-def traced(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None
-) -> TracedCall:
+def traced(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None) -> TracedCall:
     """Trace one call of a model: real, fake or on the meta device, and so its arguments."""
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
@@ -92,9 +90,7 @@ def traced(
     return call
 
 
-def _trace(
-    call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker
-) -> None:
+def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker) -> None:
     """Fill in the graphs of a call, in the fake mode that is active."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -135,7 +135,9 @@ class Faker:
     def inputs(self, values: Any, with_integers: bool = False) -> Any:
         """Copies of nested arguments, with fake tensors in them; `with_integers` leaves real integers their values."""
         tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
-        memo = {id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors}
+        memo = {
+            id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors
+        }
         try:
             with fake_copies(self.mode):
                 return copy.deepcopy(values, memo)

@@ -169,7 +169,9 @@ def default_loss(output: Any) -> Tensor:
         return output
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not tensors:
-        raise NotComparable(ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate")
+        raise NotComparable(
+            ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate"
+        )
     return sum((_combined(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
 
 
@@ -190,7 +192,9 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             raise NotComparable(
-                ASKED, found=f"{_described(tensor)} holds no data", do="give real tensors, or use streamfx.explain, which needs none"
+                ASKED,
+                found=f"{_described(tensor)} holds no data",
+                do="give real tensors, or use streamfx.explain, which needs none",
             )
 
 

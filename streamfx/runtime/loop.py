@@ -75,9 +75,7 @@ class Loop(nn.Module):
 
     # -- before a chunk
 
-    def _feeds(
-        self, env: Env, tensors: Sequence[Any], buffers: Sequence[Tensor], length: int, number: int
-    ) -> Iterator[Any]:
+    def _feeds(self, env: Env, tensors: Sequence[Any], buffers: Sequence[Tensor], length: int, number: int) -> Iterator[Any]:
         for feed, source in zip(self.spec.feeds, self.spec.sources, strict=True):
             match feed:
                 case Same():

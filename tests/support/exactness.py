@@ -137,7 +137,9 @@ def assert_small(found: Mapping[str, float], tolerance: float, what: str) -> Non
     if wrong:
         worst = sorted(wrong.items(), key=lambda item: -item[1])
         lines = [f"  {name}: {error:.2e}" for name, error in worst[:12]]
-        raise AssertionError(f"{what}: {len(wrong)} of {len(found)} differ from eager by more than {tolerance}\n" + "\n".join(lines))
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(found)} differ from eager by more than {tolerance}\n" + "\n".join(lines)
+        )
 
 
 # -- recording what the backend was given

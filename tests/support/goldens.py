@@ -39,7 +39,10 @@ def file_name(test: str) -> str:
     >>> file_name("test_product[causal-loss gradient]")
     'product.causal.loss_gradient.txt'
     """
-    return ".".join(re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[\[\]-]", test.removeprefix("test_")) if part) + ".txt"
+    return (
+        ".".join(re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[\[\]-]", test.removeprefix("test_")) if part)
+        + ".txt"
+    )
 
 
 def orphans(items: Iterable[pytest.Item]) -> list[str]:

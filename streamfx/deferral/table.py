@@ -1,0 +1,76 @@
+"""Which torch functions may run a second time, later: pure ones, cheap for the size of what they make.
+
+They are the functions and methods of Dynamo's graphs. One that is not listed ends the search for what a value can be
+rebuilt from; the value is then kept where it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+
+class Kind(Enum):
+    """What a function does with the dimensions of its operands."""
+
+    POINTWISE = "pointwise"  # the operands broadcast against each other
+    SAME = "same"  # the dimensions of the first operand: casts, copies
+    INDEX = "index"  # x[...]
+    SOFTMAX = "softmax"  # mixes along one dimension
+    LINEAR = "linear"  # contracts the last dimension of the first operand with a weight
+    CONTRACTION = "contraction"  # any other matrix product
+    VIEW = "view"  # dimensions split, merged, moved
+    NUMBER = "number"  # a Python number from a tensor of no dimensions
+
+
+NAMES: dict[Kind, str] = {
+    Kind.POINTWISE: """
+        abs add clamp clamp_max clamp_min div divide exp expit gelu log masked_fill maximum minimum mul multiply neg
+        negative pow reciprocal relu rsqrt sigmoid silu softplus sqrt square sub subtract tanh true_divide truediv where
+    """,
+    Kind.SAME: "bfloat16 clone contiguous detach double float half to type",
+    Kind.INDEX: "getitem",
+    Kind.SOFTMAX: "log_softmax softmax",
+    Kind.LINEAR: "linear matmul",
+    Kind.CONTRACTION: "addmm baddbmm bmm einsum mm",
+    Kind.VIEW: """
+        T expand flatten mT mH movedim narrow permute reshape select squeeze swapaxes swapdims t transpose unflatten
+        unsqueeze view view_as
+    """,
+    Kind.NUMBER: "item",
+}
+KINDS: dict[str, Kind] = {name: kind for kind, names in NAMES.items() for name in names.split()}
+ALIASING = frozenset({Kind.SAME, Kind.INDEX, Kind.VIEW})  # the result may be the operand's memory
+CONTRACTING = frozenset({Kind.LINEAR, Kind.CONTRACTION})
+
+
+def _functions(names: Iterable[str]) -> dict[Any, Kind]:
+    """The functions that go by a name in torch and in `operator`."""
+    homes = (torch, functional, torch.special, operator)
+    return {getattr(home, name): KINDS[name] for name in names for home in homes if callable(getattr(home, name, None))}
+
+
+FUNCTIONS = _functions(KINDS)
+METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
+ATTRIBUTES = frozenset({"T", "mT", "mH"})
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """The kind of a pure function from the table; None for all else, and for a call that writes into something."""
+    if "out" in node.kwargs or node.kwargs.get("inplace", False):
+        return None
+    if node.op == "call_method":
+        return KINDS[str(node.target)] if node.target in METHODS else None
+    if node.op != "call_function":
+        return None
+    if node.target is getattr:
+        return KINDS[str(node.args[1])] if node.args[1] in ATTRIBUTES else None
+    if node.target in FUNCTIONS:
+        return FUNCTIONS[node.target]
+    return None

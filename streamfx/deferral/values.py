@@ -1,0 +1,134 @@
+"""What is known of the values of a Dynamo graph: bytes, shared memory, writes, modes.
+
+Sizes and memory are read from the FakeTensors that Dynamo left on its nodes. It ran every function on them, in order,
+so views share a storage, and a write has left its count on whatever it wrote into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from streamfx.ir.recipe import Context, SizeSources
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, is_held_by_model
+
+EXAMPLE = "example_value"
+WRITING = frozenset({"setitem", "iadd", "iand", "ior", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"})
+NESTED_MODES = ("torch._functorch", "torch._C._functorch")
+
+
+@dataclass(frozen=True)
+class Values:
+    """Facts about a Dynamo graph. `bases` maps a tensor to the first one with the same memory."""
+
+    graph: fx.Graph
+    bases: dict[fx.Node, fx.Node]
+    written: frozenset[fx.Node]  # bases that some function writes into
+    contexts: dict[fx.Node, Context]
+    sizes: SizeSources
+
+    def is_written(self, node: fx.Node) -> bool:
+        return self.bases[node] in self.written
+
+
+def example(node: Any) -> Any:
+    """The value that Dynamo saw for a node; other arguments stand for themselves."""
+    return node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else node
+
+
+def is_dense(node: Any) -> bool:
+    """Whether a node is a tensor with ordinary memory, and no subclass."""
+    value = example(node) if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    return value.layout is torch.strided and not value.is_nested and not value.is_quantized
+
+
+def is_number(node: fx.Node) -> bool:
+    return isinstance(example(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether a node is a parameter, a buffer or another tensor that the model holds: it stays alive anyway."""
+    held = is_held_by_model(node) or isinstance(example(node), torch.nn.Parameter)
+    return node.op == "placeholder" and held
+
+
+def bytes_of(node: fx.Node) -> int | None:
+    """Bytes of a tensor, a dynamic one taken at the sizes it was traced with; None where these are not known."""
+    total = example(node).element_size()
+    for size in example(node).shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        if hint is None:
+            return None
+        total *= int(hint)
+    return int(total)
+
+
+def values_of(graph: fx.Graph) -> Values:
+    bases, written = _memory(graph)
+    return Values(graph, bases, written, dict(_contexts(graph)), _size_sources(graph))
+
+
+def has_nested_modes(graph: fx.Graph) -> bool:
+    """Whether part of the graph runs inside a transform (`vmap`, `grad`, ...), where values mean something else."""
+    return any(str(getattr(node.target, "__module__", "")).startswith(NESTED_MODES) for node in graph.nodes)
+
+
+def _memory(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]]:
+    first: dict[int, fx.Node] = {}
+    bases: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if is_dense(node):
+            bases[node] = first.setdefault(example(node).untyped_storage()._cdata, node)
+    written = {bases[node] for node in bases if example(node)._version}
+    for node in graph.nodes:
+        written.update(bases[argument] for argument in _written_arguments(node) if argument in bases)
+    return bases, frozenset(written)
+
+
+def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments that a call may write into, by what it is called."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or node.kwargs.get("inplace")
+    schema = getattr(node.target, "_schema", None)
+    if "out" in node.kwargs or "mutation" in name or (schema is not None and schema.is_mutable):
+        return tuple(node.all_input_nodes)
+    return tuple(node.all_input_nodes[:1]) if in_place else ()
+
+
+def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
+    """The modes of each node that the graph itself sets; nodes under the modes of the call alone are left out.
+
+    A graph ends in the grad mode of the call: its own settings come from `with` blocks.
+    """
+    setters = [node for node in graph.nodes if node.target is SET_GRAD]
+    grad = ambient = bool(setters[-1].args[0]) if setters else None
+    open_autocasts: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.target is SET_GRAD:
+            grad = bool(node.args[0])
+        elif node.target is ENTER_AUTOCAST:
+            open_autocasts.append(node)
+        elif node.target is EXIT_AUTOCAST:
+            open_autocasts.remove(node.args[0])  # type: ignore[arg-type]
+        elif open_autocasts or grad is not ambient:
+            yield node, Context(tuple(entry.args for entry in open_autocasts), None if grad is ambient else grad)
+
+
+def _size_sources(graph: fx.Graph) -> SizeSources:
+    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = example(node)
+        dims = value.shape if isinstance(value, torch.Tensor) else ()
+        candidates: list[tuple[Any, int | None]] = [(value, None)] if isinstance(value, torch.SymInt) else []
+        for size, dim in candidates + [(size, dim) for dim, size in enumerate(dims)]:
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                found.setdefault(size.node.expr, (position, dim))
+    return SizeSources(found)

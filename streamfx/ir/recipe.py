@@ -1,0 +1,158 @@
+"""Recipes: how a value that was taken out of a graph's outputs is made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.sizes import Size
+
+
+@dataclass(frozen=True)
+class GivenInput:
+    """An argument of the compiled graph, by position."""
+
+    position: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class GivenOutput:
+    """A result of the compiled graph, by position."""
+
+    position: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class GivenSize:
+    """A number that follows from the sizes of the arguments."""
+
+    size: Size
+
+    def __str__(self) -> str:
+        return str(self.size)
+
+
+Given: TypeAlias = "GivenInput | GivenOutput | GivenSize"
+
+
+@dataclass(frozen=True)
+class Context:
+    """Modes that a graph sets around an operator: the arguments of the autocasts it is in, and a grad mode."""
+
+    autocasts: tuple[tuple[Any, ...], ...] = ()
+    grad: bool | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Torch functions in order. `given` feeds the last placeholders; those before are fed by whoever runs it.
+
+    An operator that is not in `contexts` runs under the modes of the call.
+    """
+
+    graph: fx.Graph
+    given: tuple[Given, ...]
+    contexts: Mapping[fx.Node, Context] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        placeholders = self.graph.find_nodes(op="placeholder")
+        names = {node: str(given) for node, given in zip(reversed(placeholders), reversed(self.given), strict=False)}
+        calls = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
+        return "\n".join(f"  {node.name} = {_call(node, names)}" for node in calls)
+
+
+def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: _Name(names.get(item, item.name)))
+    shown = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{function}({', '.join(shown)})"
+
+
+class _Name(str):
+    """Text that stands for itself."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """Which dimensions of a result are rows: index i of dimension n follows index i of `dims[n]` of a given value."""
+
+    given: int
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A program with one dense result, and what that result will look like."""
+
+    name: str
+    program: Program
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    rows: RowAxes | None = None
+
+    def __str__(self) -> str:
+        sizes, given = (", ".join(map(str, items)) for items in (self.shape, self.program.given))
+        return f"{self.name} [{sizes}] {self.dtype} on {self.device}, from {given}"
+
+
+@dataclass(frozen=True)
+class SizeSources:
+    """Where the values of a graph's symbols are found: an argument that is the number, or a dimension of a tensor."""
+
+    found: Mapping[sympy.Symbol, tuple[int, int | None]]
+
+    def knows(self, size: Size) -> bool:
+        return isinstance(size, int) or size.free_symbols <= set(self.found)
+
+    def values(self, arguments: Sequence[Any]) -> dict[str, int]:
+        return {
+            symbol.name: int(arguments[position] if dim is None else arguments[position].shape[dim])
+            for symbol, (position, dim) in self.found.items()
+        }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A result that the compiled graph returns, by position."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result made from a recipe's tensor: that tensor itself, or a view that `view` takes of it."""
+
+    recipe: int
+    view: Program | None
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """What the caller gets. `order` tells for each original output which of `results` it is; None is None."""
+
+    recipes: tuple[Recipe, ...]
+    results: tuple[Kept | Made, ...]
+    order: tuple[int | None, ...]
+    sizes: SizeSources
+
+    def __str__(self) -> str:
+        return "\n".join(f"deferred {recipe}\n{recipe.program}" for recipe in self.recipes)
