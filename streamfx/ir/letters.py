@@ -50,7 +50,7 @@ class Letters:
 
 
 def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
-    shapes = [axes.shapes[node] for node in (*joint.inputs, *joint.nodes) if is_tensor(node)]
+    shapes = [axes.shapes[node] for node in (*joint.sources, *joint.nodes) if is_tensor(node)]
     resolved = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
     members = list(axes.sequence.members) if axes.sequence is not None else []
     names = {atom: "t" + "'" * i for i, atom in enumerate(members)}
@@ -67,7 +67,7 @@ def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | Non
     """The axis that most values share with the sequence, among those that no weight has."""
     beside: Counter[Atom] = Counter()
     weights: set[Atom] = set()
-    for node in (*joint.inputs, *joint.nodes):
+    for node in (*joint.sources, *joint.nodes):
         if is_tensor(node):
             atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
             if atoms & members:

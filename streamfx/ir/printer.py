@@ -59,7 +59,7 @@ def _sizes(node: fx.Node) -> str:
 def _listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
     joint = facts.joint
     yield "inputs"
-    for node in joint.inputs:
+    for node in joint.sources:
         yield f"  {node.name}  # {describe(node)}" if is_tensor(node) else f"  {node.name}"
     halves = {
         "forward": [n for n in joint.nodes if n in joint.forward],
@@ -191,7 +191,7 @@ def _program(facts: Facts) -> Lines:
         yield "no program: the graph runs as it stands"
         return
     letters, axes = Letters(facts.joint, facts.axes), facts.axes
-    values = [node for node in (*facts.joint.inputs, *facts.joint.nodes) if is_tensor(node)]
+    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
     shapes = {node.name: letters.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
     yield from program_lines(facts.program, Known(shapes, {id(node.meta["val"]): node.name for node in values}))
 

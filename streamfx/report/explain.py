@@ -130,7 +130,7 @@ def sequence_length(facts: Facts) -> int | None:
 
 def _hint(size: Size, facts: Facts) -> int | None:
     """What a symbolic size stood for, found in the shape of some input that has it."""
-    for node in facts.joint.inputs:
+    for node in facts.joint.sources:
         value = node.meta.get("val")
         shape = getattr(value, "shape", ())
         for dimension, known in zip(shape, shape_of(value) if shape else (), strict=True):

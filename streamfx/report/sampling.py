@@ -23,7 +23,8 @@ class SampledLoop(Loop):
     """A loop that runs few of its chunks, and tells the meter what all of them would have cost."""
 
     def __init__(self, spec: LoopSpec, meter: Meter) -> None:
-        super().__init__(spec, self._metered)
+        super().__init__(spec)
+        self.compiled = self._metered
         self.meter = meter
         self.flops = self.rows = 0
         self._stretches: list[range] = []
