@@ -83,6 +83,13 @@ def _sum(node: fx.Node, known: Known) -> Affine | None:
     return _affine(left.factor + sign * right.factor, left.offset + sign * right.offset, a if left.dim is not None else b)
 
 
+def _negated(node: fx.Node, known: Known) -> Affine | None:
+    source = known.get(node.args[0])  # type: ignore[arg-type]
+    if source is None or node.meta["val"].dtype not in (torch.int64, torch.int32):
+        return None
+    return _affine(-source.factor, -source.offset, source.dim)
+
+
 def _product(node: fx.Node, known: Known) -> Affine | None:
     left, right = _operand(node.args[0], known), _operand(node.args[1], known)
     if left is None or right is None or node.meta["val"].is_floating_point():
@@ -266,6 +273,7 @@ _RULES: dict[Any, Callable[[fx.Node, Known], Affine | None]] = {
     aten.add.Scalar: _sum,
     aten.sub.Tensor: _sum,
     aten.sub.Scalar: _sum,
+    aten.neg.default: _negated,
     aten.mul.Tensor: _product,
     aten.mul.Scalar: _product,
     aten._to_copy.default: _same,

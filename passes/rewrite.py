@@ -168,11 +168,11 @@ class _BackwardBuilder(OuterBuilder):
         producer = producer_of(node)
         return (
             self.layout.demand.form(node) is Form.SCALAR
+            and producer in self.layout.axes.signatures
             and not is_expensive(node)
             and not is_random(producer)
             and all(
-                source.op == "placeholder" or is_size(source) or self._is_made_again(source)
-                for source in producer.all_input_nodes
+                _is_lasting_input(source) or is_size(source) or self._is_made_again(source) for source in producer.all_input_nodes
             )
         )
 
@@ -188,6 +188,11 @@ class _BackwardBuilder(OuterBuilder):
             previous = made
         saved = [self.forward.env[node] for node in self.saved]
         return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
+
+
+def _is_lasting_input(node: fx.Node) -> bool:
+    """Whether a node is an input whose values are still there in the backward half."""
+    return node.op == "placeholder" and not node.meta.get("streamfx_mutated", False)
 
 
 def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:

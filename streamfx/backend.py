@@ -22,7 +22,14 @@ from streamfx.passes.rules import TAKEN_APART
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.outputs import WithDeferred
-from streamfx.torch_private import aot_autograd, default_partition, get_decompositions, is_held_by_model, keep_saved_tensors
+from streamfx.torch_private import (
+    aot_autograd,
+    default_partition,
+    get_decompositions,
+    is_held_by_model,
+    keep_saved_tensors,
+    mutated_inputs,
+)
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
@@ -121,7 +128,8 @@ class Compilation:
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
         count = len(joint_inputs[0])
-        facts = captured(joint, count, num_fwd_outputs, static_lifetime_input_indices or (), self.patterns(count))
+        static = static_lifetime_input_indices or ()
+        facts = captured(joint, count, num_fwd_outputs, static, self.patterns(count), mutated_inputs(joint.graph))
         facts = self.analysed(facts)
         if facts.program is None:
             return plain()

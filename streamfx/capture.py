@@ -22,11 +22,13 @@ def captured(
     num_outputs: int,
     static_inputs: Sequence[int] = (),
     known_masks: dict[int, Pieces] | None = None,
+    mutated_inputs: Sequence[int] | None = (),
 ) -> Facts:
     """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
 
     `static_inputs` are the positions of parameters and buffers among the primals; `known_masks` tells for some of them, by
-    position, which constant pattern of rows and keys they hold.
+    position, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
+    where that is not known.
     """
     graph = copy.deepcopy(module.graph)
     _inline_numbers(graph, module)
@@ -39,6 +41,8 @@ def captured(
     for position in static_inputs:
         if position < len(joint.primals):
             joint.primals[position].meta["streamfx_static_address"] = True
+    for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
+        joint.primals[position].meta["streamfx_mutated"] = True
     for position, pieces in (known_masks or {}).items():
         joint.primals[position].meta["streamfx_pattern"] = pieces
     return Facts(joint)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
@@ -33,6 +34,7 @@ __all__ = [
     "is_composite",
     "is_held_by_model",
     "keep_saved_tensors",
+    "mutated_inputs",
     "no_dispatch",
     "no_modes",
     "no_saved_tensor_hooks",
@@ -56,6 +58,16 @@ def keep_saved_tensors() -> None:
     metadata = getattr(context, "fw_metadata", None)
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+def mutated_inputs(joint: fx.Graph) -> list[int] | None:
+    """Positions of the inputs that a joint graph's function writes to; None where AOTAutograd does not tell (2.11, 2.13)."""
+    descriptions = joint.output_node().meta.get("desc")
+    if descriptions is None:
+        return None
+    written = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
+    placeholders = joint.find_nodes(op="placeholder")
+    return [i for i, node in enumerate(placeholders) if node.meta.get("desc") in written]
 
 
 def placeholder_source(node: fx.Node) -> str:

@@ -24,7 +24,8 @@ Mask: TypeAlias = "Callable[[Tensor], Tensor]"  # scores [B, H, T, T] to scores
 def attention(mask: Mask) -> Callable[..., Tensor]:
     """Spelled-out attention of q, k, v [B, H, T, D], to a number."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
+    def function(inputs: Tensor, *data: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         scores = q @ k.transpose(-2, -1) / math.sqrt(HEAD)
         out = torch.softmax(mask(scores, *data), -1) @ v
         return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
@@ -35,7 +36,8 @@ def attention(mask: Mask) -> Callable[..., Tensor]:
 def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
     """SDPA with the mask made for `length` rows."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
+    def function(inputs: Tensor, *data: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2], *data), **more)
         return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
 
@@ -43,8 +45,9 @@ def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
 
 
 def qkv(batch: int = 2, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
+    """One tensor [3, B, H, T, D]: queries, keys and values of the same rows."""
     torch.manual_seed(seed)
-    return [torch.randn(batch, 2, length, HEAD, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    return [torch.randn(3, batch, 2, length, HEAD, dtype=torch.float64, requires_grad=True)]
 
 
 def rows(t: int) -> Tensor:
@@ -124,7 +127,7 @@ NEAR: dict[str, tuple[Mask, str]] = {
     "transposed": (lambda s: s.masked_fill(columns(T) < rows(T), -INF), "band([s, T))"),
     "-1e4": (lambda s: s.masked_fill(columns(T) > rows(T), -1e4), "masked"),
     "-1e9": (lambda s: s.masked_fill(columns(T) > rows(T), -1e9), "masked"),
-    "turned around": (lambda s: torch.where(columns(T) > rows(T), s, -INF), "band([s+1, T))"),
+    "turned around": (lambda s: torch.where(columns(T) > rows(T) - 1, s, -INF), "band([s, T))"),
     "plus infinity": (lambda s: s.masked_fill(columns(T) > rows(T), INF), "masked"),
     "zero": (lambda s: s.masked_fill(columns(T) > rows(T), 0.0), "masked"),
     "times zero": (lambda s: s * (columns(T) <= rows(T)), "masked"),
@@ -154,7 +157,8 @@ def test_near_misses_that_are_bands(name: str) -> None:
 def test_swapped_rows_and_columns() -> None:
     """The softmax runs over the first of the two: rows are keys then."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         scores = (k @ q.transpose(-2, -1)).masked_fill(rows(T) > columns(T), -INF)  # [keys, queries]
         return (torch.softmax(scores, -2).transpose(-2, -1) @ v).pow(2).sum()
 
@@ -164,7 +168,8 @@ def test_swapped_rows_and_columns() -> None:
 def test_softmax_over_queries_is_not_causal() -> None:
     """Normalised over the rows instead of over the keys, a triangle hides nothing that is needed."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
         return (torch.softmax(scores, -2) @ v).pow(2).sum()
 
@@ -174,14 +179,16 @@ def test_softmax_over_queries_is_not_causal() -> None:
 def test_linear_attention_without_a_softmax() -> None:
     """What is multiplied by zero needs no key either."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         return ((q @ k.transpose(-2, -1)).tril() @ v).pow(2).sum()
 
-    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
+    compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal", "band([s, T))"})
 
 
 def test_subtracting_the_largest_score_by_hand() -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
         weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
         return ((weights / weights.sum(-1, keepdim=True)) @ v).pow(2).sum()
@@ -265,8 +272,8 @@ def test_an_offset_that_is_data() -> None:
 def test_causal_flag_between_shifted_slices(query_first: int) -> None:
     """`is_causal` compares indices, not positions: query i + a sees key i + b and all before."""
 
-    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        x = torch.tanh(x)
+    def function(inputs: Tensor) -> Tensor:
+        x = torch.tanh(inputs[0])
         end = T - 1 + query_first
         q = x[:, :, query_first:end]
         y = x[:, :, 1 - query_first : T - query_first]
@@ -277,8 +284,8 @@ def test_causal_flag_between_shifted_slices(query_first: int) -> None:
 
 @pytest.mark.parametrize("query_first", [0, 1])
 def test_triangle_between_shifted_slices(query_first: int) -> None:
-    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        x = torch.tanh(x)
+    def function(inputs: Tensor) -> Tensor:
+        x = torch.tanh(inputs[0])
         q = x[:, :, query_first : T - 1 + query_first]
         y = x[:, :, 1 - query_first : T - query_first]
         scores = (q @ y.transpose(-2, -1)).masked_fill(columns(T - 1) > rows(T - 1), -INF)
@@ -290,8 +297,8 @@ def test_triangle_between_shifted_slices(query_first: int) -> None:
 def test_fewer_queries_than_keys() -> None:
     """The last rows only: aligned at the end."""
 
-    def function(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        x = torch.tanh(x)
+    def function(inputs: Tensor) -> Tensor:
+        x = torch.tanh(inputs[0])
         q = x[:, :, 3:]
         scores = (q @ x.transpose(-2, -1)).masked_fill(columns(T) > rows(T - 3) + 3, -INF)
         return (scores.softmax(-1) @ x).pow(2).sum()
@@ -372,7 +379,8 @@ def test_random_fused_masks(expression: str, additive: bool, causal: bool, chunk
     """The same, of a fused operator, where rows that see nothing give zero."""
     t = 7
 
-    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+    def function(inputs: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
         names = {"r": rows(t), "c": columns(t), "t": t, "torch": torch}
         names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
         m: Tensor = eval(expression, names)

@@ -206,6 +206,12 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
 
 
+def _bodies(facts: Facts) -> Lines:
+    """Who runs the body of each loop."""
+    for loop in facts.program.loops if facts.program is not None else ():
+        yield f"{loop.spec.name}: {'the interpreter of torch.fx' if loop.compiled is None else loop.compiled}"
+
+
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "canonicalize": _graph,
     "axes": _axes,
@@ -215,4 +221,5 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss gradient": _stages,
     "plan": _plan,
     "rewrite": _program,
+    "lower": _bodies,
 }

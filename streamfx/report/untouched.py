@@ -59,13 +59,13 @@ def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
     """Buffers that are written to in place are put back."""
     buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
     with real_values():
-        kept = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers.values()]
+        kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         yield
     finally:
         with real_values(), torch.no_grad():
-            for buffer, value, version in kept:
-                if buffer._version != version:
+            for buffer, value in kept:
+                if not torch.equal(buffer, value):  # the version does not tell: compiled code may write without counting
                     buffer.copy_(value)
 
 

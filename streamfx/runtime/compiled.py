@@ -53,6 +53,10 @@ class CompiledBody:
                 last[name] = position
         self._dying = [[name for name, at in last.items() if at == position] for position in range(len(self.steps))]
 
+    def __str__(self) -> str:
+        segments = sum(step.kind == "segment" for step in self.steps)
+        return f"{segments} compiled segments, {len(self.steps) - segments - 1} operators of the runtime"
+
     def __call__(self, *feeds: Any) -> Sequence[Any]:
         env: dict[str, Any] = dict(zip(self.placeholders, feeds, strict=True))
         del feeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,12 @@ def tokens(batch: int, length: int) -> Tensor:
     return torch.arange(batch * length).view(batch, length) % VOCABULARY
 
 
+def ramp(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape)).view(shape)
+
+
 EXAMPLES = {
     "causal": Example(Causal, lambda: (tokens(2, 6), tokens(2, 6)), 4),
-    "streams": Example(Streams, lambda: (torch.ones(7, WIDTH), torch.ones(7, WIDTH)), 3),
+    "streams": Example(Streams, lambda: (ramp(7, WIDTH), -ramp(7, WIDTH)), 3),
     "mixing": Example(Mixing, lambda: (torch.ones(2, 5, WIDTH, requires_grad=True),), 2),
 }
