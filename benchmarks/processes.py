@@ -41,7 +41,7 @@ class Measured:
         questions.flush()
         line = answers.readline()
         if line:
-            return json.loads(line)  # type: ignore[no-any-return]
+            return json.loads(line)
         self._errors.seek(0)
         message = self._errors.read().strip().splitlines() or [f"it ended with code {self._process.wait()}"]
         raise RuntimeError(f"{self.method}, {question}: {message[-1]}")

@@ -1,4 +1,4 @@
-"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside of transformers."""
+"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside transformers."""
 
 from __future__ import annotations
 

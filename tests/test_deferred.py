@@ -456,7 +456,7 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradient * x.exp()  # type: ignore[no-any-return]
+        return gradient * x.exp()
 
 
 def backward_twice(x: Tensor) -> None:
@@ -516,7 +516,7 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "autograd.grad": lambda x: torch.autograd.grad((x * WEIGHTS).sum(), [x]),
     "a row": lambda x: (x[:, -1] ** 3).sum().backward(),
     "a cast and the whole": lambda x: (x[:, -1].double().exp().sum() + (x.softmax(-1) * WEIGHTS).sum()).backward(),
-    "a custom function": lambda x: Exponential.apply(x).backward(),  # type: ignore[no-untyped-call]
+    "a custom function": lambda x: Exponential.apply(x).backward(),
     "twice, retained": backward_twice,
     "twice, freed": lambda x: [(x * WEIGHTS).sum().backward() for _ in range(2)],
     "a hook": backward_with_hook,
@@ -625,7 +625,7 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     """The numbers of elements of all tensors that operators make."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.made: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

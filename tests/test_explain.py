@@ -37,7 +37,9 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
-        self.calls, self.seen = 0, []
+        self.calls = 0
+        self.seen: list[int] = []
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,7 +239,7 @@ def test_strict_is_explained_not_raised() -> None:
 
 
 def test_a_call_that_fails_is_an_error_with_the_cause() -> None:
-    with pytest.raises(streamfx.NotTraced, match="asks for a call that torch.compile can trace"):
+    with pytest.raises(streamfx.NotTraced, match=r"asks for a call that torch\.compile can trace"):
         streamfx.explain(Causal(), IDS)
 
 

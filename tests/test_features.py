@@ -70,7 +70,7 @@ def test_only_low_rank_adapters_are_trained() -> None:
             self.down, self.up = nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) + self.up(self.down(x)) * 0.5  # type: ignore[no-any-return]
+            return self.inner(x) + self.up(self.down(x)) * 0.5
 
     model = decoders.made(decoders.Plain).requires_grad_(False)
     for attend in model.attend:  # type: ignore[union-attr]
@@ -220,7 +220,7 @@ def test_double_backward_says_that_it_is_not_supported() -> None:
     model = decoders.made(decoders.Plain)
     function, _ = compiled(model)
     loss = function(**batch())
-    (gradient,) = torch.autograd.grad(loss, [model.embed.weight], create_graph=True)  # type: ignore[union-attr,list-item]
+    (gradient,) = torch.autograd.grad(loss, [model.get_parameter("embed.weight")], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         gradient.pow(2).sum().backward()
 
@@ -229,8 +229,8 @@ def test_a_gradient_of_some_inputs_only() -> None:
     """torch.autograd.grad for one parameter."""
     own, eager = twins()
     function, _ = compiled(own)
-    (actual,) = torch.autograd.grad(function(**batch()), [own.head.weight])  # type: ignore[union-attr,list-item]
-    (truth,) = torch.autograd.grad(eager(**batch()), [eager.head.weight])  # type: ignore[union-attr,list-item]
+    (actual,) = torch.autograd.grad(function(**batch()), [own.get_parameter("head.weight")])
+    (truth,) = torch.autograd.grad(eager(**batch()), [eager.get_parameter("head.weight")])
     torch.testing.assert_close(actual, truth, rtol=1e-12, atol=1e-15)
 
 
@@ -255,7 +255,7 @@ def test_a_hook_that_scales_a_gradient() -> None:
     own, eager = twins()
     function, _ = compiled(own)
     for model in (own, eager):
-        model.head.weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[union-attr,operator]
+        model.get_parameter("head.weight").register_hook(lambda gradient: 2 * gradient)
     function(**batch()).backward()
     eager(**batch()).backward()
     same_gradients(own, eager)
@@ -265,6 +265,7 @@ def test_optimizer_in_the_backward_pass() -> None:
     """Each parameter is updated as soon as its gradient is there, in the middle of the backward pass."""
 
     def descend(parameter: Tensor) -> None:
+        assert parameter.grad is not None
         parameter.data.add_(parameter.grad, alpha=-0.1)
 
     own, eager = twins()
@@ -321,11 +322,11 @@ def test_checkpointing_in_the_model(reentrant: bool) -> None:
         def hidden(self, x: Tensor, **more: Any) -> Tensor:
             for i in range(2):
                 x = checkpoint(self.layer, x, i, use_reentrant=reentrant)  # type: ignore[assignment]
-            return self.norms[-1](x)  # type: ignore[no-any-return]
+            return self.norms[-1](x)
 
         def layer(self, x: Tensor, i: int) -> Tensor:
             x = x + self.attend[i](self.norms[2 * i](x))
-            return x + self.mlp[i](self.norms[2 * i + 1](x))  # type: ignore[no-any-return]
+            return x + self.mlp[i](self.norms[2 * i + 1](x))
 
     compare(decoders.made(Checkpointed), batch(), also=(1, 16), attention={"causal"})
 
@@ -448,7 +449,7 @@ class Dropped(decoders.Decoder):
         for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
             x = x + F.dropout(attend(self.norms[2 * i](x)), 0.3, self.training)
             x = x + F.dropout(mlp(self.norms[2 * i + 1](x)), 0.3, self.training)
-        return self.norms[-1](x)  # type: ignore[no-any-return]
+        return self.norms[-1](x)
 
 
 class FusedDropoutHeads(decoders.Heads):
@@ -500,7 +501,7 @@ def test_gradient_with_dropout_is_that_of_the_sample_drawn(name: str) -> None:
 
     def loss() -> Tensor:
         torch.manual_seed(3)
-        return function(**batch())  # type: ignore[no-any-return]
+        return function(**batch())
 
     loss().backward()
     step = 1e-6
@@ -612,7 +613,7 @@ def test_autograd_function() -> None:
 
     class Quantised(decoders.Plain):
         def hidden(self, x: Tensor, **more: Any) -> Tensor:
-            return super().hidden(Rounded.apply(x))  # type: ignore[no-untyped-call]
+            return super().hidden(Rounded.apply(x))
 
     compare(decoders.made(Quantised), batch(), also=(1, 16), attention={"causal"})
 

@@ -252,7 +252,7 @@ def test_model_with_a_graph_break() -> None:
             x = x + self.attend[0](self.norms[0](x))
             torch._dynamo.graph_break()
             x = x + self.attend[1](self.norms[2](x))
-            return self.norms[-1](x)  # type: ignore[no-any-return]
+            return self.norms[-1](x)
 
     compare(decoders.made(Broken), handwritten_batch(), also=CHUNKS, graphs=None)
 

@@ -109,7 +109,8 @@ RANDOM = {"aten.rrelu.default"}
 @pytest.mark.parametrize("target", [t for t in tagged_pointwise() if str(t) not in NOT_TENSORS | RANDOM], ids=str)
 def test_law_of_pointwise_operators(target: Any) -> None:
     torch.manual_seed(0)
-    for shapes in ([(2, 5, 3)] * 3, [(2, 5, 3), (5, 1), (3,)], [(3, 3), (3, 1), (1, 3)]):
+    broadcasts: list[list[tuple[int, ...]]] = [[(2, 5, 3)] * 3, [(2, 5, 3), (5, 1), (3,)], [(3, 3), (3, 1), (1, 3)]]
+    for shapes in broadcasts:
         backward = str(target).endswith("_backward.default")
         for where in check(runnable(target, DISTINCT, shapes[:1] * 3 if backward else shapes), 2):
             assert where

@@ -214,12 +214,12 @@ class BufferHeads(SpelledHeads):
 
     def __init__(self, longest: int = 48) -> None:
         super().__init__()
+        self.tril: Tensor
         self.register_buffer("tril", torch.tril(torch.ones(longest, longest)).view(1, 1, longest, longest))
 
     def mask(self, scores: Tensor) -> Tensor:
         t = scores.shape[-1]
-        tril: Tensor = self.tril
-        return scores.masked_fill(tril[:, :, :t, :t] == 0, float("-inf"))
+        return scores.masked_fill(self.tril[:, :, :t, :t] == 0, float("-inf"))
 
 
 class TrilBuffer(Decoder):
@@ -435,7 +435,7 @@ class OpenHeads(Heads):
 class Bidirectional(Decoder):
     """An encoder: every row sees every row; the loss is on given labels."""
 
-    attention = OpenHeads
+    attention: type[nn.Module] = OpenHeads
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(ids).transpose(1, 2), labels)

@@ -150,7 +150,7 @@ class Recorded(Compilation):
     """A compilation that keeps the joint graph and the values it was first run with."""
 
     joint: fx.GraphModule | None = None
-    joint_arguments: tuple[Any, ...] = ()
+    joint_arguments: tuple[int, int, tuple[int, ...]] = (0, 0, ())
     primals: list[Any] | None = None
     tangents: list[Any] | None = None
     is_forward: bool = False
@@ -193,7 +193,9 @@ class Recorded(Compilation):
 
     def facts_for(self, options: Options) -> Facts:
         assert self.joint is not None
-        return run_pipeline(captured(self.joint, *self.joint_arguments, self.patterns(self.joint_arguments[0])), options)
+        num_primals, num_outputs, static = self.joint_arguments
+        facts = captured(self.joint, num_primals, num_outputs, static, self.patterns(num_primals))
+        return run_pipeline(facts, options)
 
     def joint_values(self) -> list[Any]:
         """Outputs and gradients by the joint graph as AOTAutograd made it."""

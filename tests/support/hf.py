@@ -118,7 +118,7 @@ IMPLEMENTATIONS = [
     if (name, attention) != ("gemma2", "sdpa")  # transformers refuses it: SDPA knows no softcap
 ]
 _LOCAL = {"mistral": {f"window({WINDOW})"}}
-_LOCAL |= dict.fromkeys(("gemma2", "gemma3", "gemma3_short"), {f"window({WINDOW})", "causal"})
+_LOCAL |= {name: {f"window({WINDOW})", "causal"} for name in ("gemma2", "gemma3", "gemma3_short")}
 
 
 def verdicts(name: str, attention: str = "sdpa", layout: str = "plain") -> set[str]:

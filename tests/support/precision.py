@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ LEFT_ALONE = ("transformers.utils", "transformers.modeling_utils", "transformers
 
 
 class _WideningLoader(importlib.machinery.SourceFileLoader):
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+    def source_to_code(  # type: ignore[override]  # typeshed has one more level of static methods than CPython
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> CodeType:
         text = importlib.util.decode_source(data) if isinstance(data, bytes) else data
         for pattern, replacement in WIDENED:
             text = pattern.sub(replacement, text)

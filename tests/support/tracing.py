@@ -36,7 +36,7 @@ def traced(function: Callable[..., Tensor], tensors: Sequence[Tensor], **options
         decompositions=get_decompositions(TAKEN_APART),
     )
     result: Tensor = compiled(*tensors)
-    result.backward()  # type: ignore[no-untyped-call]
+    result.backward()
     return recorded, result.detach()
 
 
@@ -51,7 +51,7 @@ def compare_function(
     """Assert that a function of tensors to a number, rewritten for each chunk size, has eager's result and gradients."""
     first, *others = chunk_sizes
     truth = function(*tensors)
-    truth.backward()  # type: ignore[no-untyped-call]
+    truth.backward()
     wanted = take_gradients(tensors)
     recorded, actual = traced(function, tensors, chunk_size=first, loss_chunk_size=first)
     found = gradient_errors(take_gradients(tensors), wanted) | {"result": relative_error(actual, truth.detach())}
