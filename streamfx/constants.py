@@ -65,9 +65,11 @@ class WatchedInput:
 
     def still_holds(self, tensor: Any) -> bool:
         """Whether the input still has the pattern; reads it again only if it is another tensor or was written to."""
+        if not isinstance(tensor, Tensor):
+            return False
         if tensor is self.tensor() and tensor._version == self.version:
             return True
-        if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
+        if pattern_of(tensor) != self.pattern:
             return False
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         return True

@@ -25,7 +25,7 @@ class Options:
         fused attention too, so that it is not run twice), "auto".
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
-    outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" as plain ones.
+    outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
     strict: raise instead of running a stage whole.
     """
 

@@ -101,7 +101,7 @@ def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
 
 def untraced(function: F) -> F:
     """A function that compiled functions may call, and that Dynamo must not look into (2.11, 2.13)."""
-    wrapped: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    wrapped: F = torch.compiler.disable(function)
     return wrapped
 
 
@@ -152,7 +152,9 @@ def register_logger(name: str) -> None:
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Hand a text to `TORCH_TRACE` for tlparse (2.11, 2.13)."""
-    torch._logging.trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

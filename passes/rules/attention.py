@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import LetterShape
-from streamfx.passes.rules.registry import Call, Signature, rule
+from streamfx.ir.signature import LetterShape, Signature
+from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

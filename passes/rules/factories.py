@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.passes.rules.registry import Call, Signature, rule
+from streamfx.ir.signature import Signature
+from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.passes.rules.registry import Call, Signature, rule
+from streamfx.ir.signature import LetterDim, Signature
+from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ def index(call: Call) -> Signature | None:
     broadcast_dims = result[first : first + rank]
     kept = iter(result[:first] + result[first + rank :])
     letter = result_size
-    operand = []
+    operand: list[LetterDim] = []
     whole = set()
     for dim in range(len(source)):
         if dim in looked:

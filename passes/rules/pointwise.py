@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.passes.rules.registry import Call, Signature, broadcast, rule
+from streamfx.ir.signature import Signature
+from streamfx.passes.rules.registry import Call, broadcast, rule
 
 aten = torch.ops.aten
 

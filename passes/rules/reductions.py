@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from streamfx.passes.rules.registry import Call, Signature, broadcast, rule
+from streamfx.ir.signature import Signature
+from streamfx.passes.rules.registry import Call, broadcast, rule
 
 aten = torch.ops.aten
 

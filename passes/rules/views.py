@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from streamfx.ir.axes import Dim
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.signature import LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, size_of
-from streamfx.passes.rules.registry import Call, Signature, rule
+from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -209,7 +209,8 @@ def repeat(call: Call) -> Signature:
     rank = len(call.shape)
     result = _own_letters(rank)
     skipped = rank - len(call.shapes[0])
-    own, fresh, whole = [], count(rank), set()
+    own: list[LetterDim] = []
+    fresh, whole = count(rank), set()
     for i, size in enumerate(call.shapes[0]):
         times = repeats[skipped + i]
         if size == 1:

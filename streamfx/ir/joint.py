@@ -79,6 +79,20 @@ def is_size(node: Any) -> bool:
     )
 
 
+def node_argument(node: fx.Node, position: int = 0) -> fx.Node:
+    """An argument that the operator's schema says is a tensor (or a tuple of results, for `getitem`)."""
+    argument = node.args[position]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def int_argument(node: fx.Node, position: int) -> int:
+    """An argument that the operator's schema says is a plain integer: a dimension, the position of a result."""
+    argument = node.args[position]
+    assert isinstance(argument, int)
+    return argument
+
+
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor arguments in the order of the call, with repetitions; a tuple-valued operand counts for `getitem`."""
     found: list[fx.Node] = []

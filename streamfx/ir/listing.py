@@ -78,10 +78,10 @@ def program_lines(program: Program, known: Known) -> Iterator[str]:
             yield from _outer_lines(name, half, known)
     for half in halves.values():
         for node in half.graph.find_nodes(op="call_module") if half is not None else ():
-            module = half.get_submodule(str(node.target))  # type: ignore[union-attr]
-            if isinstance(getattr(module, "spec", None), LoopSpec):
+            spec = getattr(half.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
+            if isinstance(spec, LoopSpec):
                 yield ""
-                yield from _loop_lines(module.spec, node, known)
+                yield from _loop_lines(spec, node, known)
 
 
 # -- outer graphs

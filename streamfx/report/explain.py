@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from streamfx.ir.facts import Facts, Span
-from streamfx.ir.joint import bound_arguments
+from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.log import log
 from streamfx.report.flops import attention_flops, is_fused_attention
@@ -131,9 +131,10 @@ def sequence_length(facts: Facts) -> int | None:
 def _hint(size: Size, facts: Facts) -> int | None:
     """What a symbolic size stood for, found in the shape of some input that has it."""
     for node in facts.joint.sources:
-        value = node.meta.get("val")
-        shape = getattr(value, "shape", ())
-        for dimension, known in zip(shape, shape_of(value) if shape else (), strict=True):
+        if not is_tensor(node):
+            continue
+        value = node.meta["val"]
+        for dimension, known in zip(value.shape, shape_of(value), strict=True):
             if known == size:
                 return size_hint(dimension)
     return None

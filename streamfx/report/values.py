@@ -1,7 +1,7 @@
 """Integers keep their values while everything else is fake.
 
-Models look at ids and positions in Python (is this batch packed? is anything padded?) to choose their masks. Such values are small,
-so they are computed, and code that asks for them goes the way it would go with data.
+Models look at ids and positions in Python (is this batch packed? is anything padded?) to choose their masks. Such values are
+small, so they are computed, and code that asks for them goes the way it would go with data.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class DeferredTensor(Tensor):
     @untraced
     def _dense(self) -> Tensor:
         """The same values as a plain tensor, in the memory that this tensor and its views share."""
-        plain: Tensor = Dense.apply(self) if self.requires_grad else _settled(self)  # type: ignore[no-untyped-call]
+        plain: Tensor = Dense.apply(self) if self.requires_grad else _settled(self)
         return plain
 
     # -- what torch reads from memory itself, past all dispatch
@@ -97,12 +97,12 @@ class DeferredTensor(Tensor):
         return format(self._dense(), specification)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._dense().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self._dense().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return memo[id(self)]  # type: ignore[no-any-return]
+            memo[id(self)] = self._dense().__deepcopy__(memo)
+        return memo[id(self)]
 
 
 def _past_dispatch(name: str, get: Callable[[DeferredTensor], Tensor]) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ class DeferredOutput(torch.autograd.Function):
 def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
     """A tensor with the sizes of `like`, a meta tensor, that is rebuilt from `values` when touched."""
     if source.differentiable:
-        return DeferredOutput.apply(source, like, *values)  # type: ignore[no-any-return, no-untyped-call]
+        return DeferredOutput.apply(source, like, *values)
     return DeferredTensor(Cell(like, source), source.recipe.device)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def draw_seed() -> Tensor:
 
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operator (named as `aten.native_dropout.default`) as it runs for this seed, operator and chunk."""
-    function = reduce(getattr, name.split("."), torch.ops)
+    function: Any = operator.attrgetter(name)(torch.ops)
     device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
     if isinstance(seed, FakeTensor):  # nothing is drawn, only shapes are asked for
         return function(*args, **kwargs)
