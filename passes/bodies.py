@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
-from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.joint import int_argument, is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
 EMITTERS: dict[Any, Emitter] = {}
 
-SHAPE_ARGUMENT = {
+SHAPE_ARGUMENT: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
     aten.reshape.default: 1,
@@ -65,7 +65,7 @@ SHAPE_ARGUMENT = {
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,
 }
-COPIES_WHERE_NEEDED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
@@ -374,9 +374,9 @@ class BodyBuilder:
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
         producer = producer_of(node)
-        result = node.args[1] if producer is not node else 0
+        result = int_argument(node, 1) if producer is not node else 0
         roles = self.layout.demand.roles[producer]
-        dim = self.layout.axes.signatures[producer].results[result][placement.dim]  # type: ignore[index]
+        dim = self.layout.axes.signatures[producer].results[result][placement.dim]
         return any(roles.get(letter) is Role.ROWS for letter in dim)
 
 
@@ -407,7 +407,7 @@ ADDERS: dict[Any, Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]]
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The operator itself, on the chunk's rows."""
     args, kwargs = builder.arguments(node)
-    target: Any = COPIES_WHERE_NEEDED.get(node.target, node.target)
+    target = COPIES_WHERE_NEEDED.get(node.target, node.target)
     return builder.graph.call_function(target, args, kwargs)
 
 

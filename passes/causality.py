@@ -11,7 +11,6 @@ serves every one of them.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_ope
 from streamfx.ir.pieces import Const, Fact, Ordinary, Pieces
 from streamfx.ir.signature import Signature
 from streamfx.passes.masks import Masks, is_minus_infinity
+from streamfx.passes.regions import producer_of
 
 aten = torch.ops.aten
 
@@ -106,9 +106,9 @@ def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
         if node in axes.static:
             continue
         for source in node.all_input_nodes:
-            producer = source.args[0] if source.target is operator.getitem else source
+            producer = producer_of(source)
             if producer in parent and producer not in axes.static and _carries_pair(source, axes):
-                parent[root(producer)] = root(node)  # type: ignore[index]
+                parent[root(producer)] = root(node)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in pairs:
         if node not in axes.static:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import shape_of_node
+from streamfx.ir.joint import int_argument, shape_of_node
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def unexpanded(node: Any) -> fx.Node | None:
     repeated = shape_of_node(source)
     if (*repeated[:2], *repeated[3:]) != (b, g, n, d) or shape_of_node(node) != (b, g * repeated[2], n, d):
         return None
-    return heads  # type: ignore[no-any-return]
+    return heads
 
 
 def _sums_over_repeats(node: fx.Node) -> dict[int, list[fx.Node]] | None:
@@ -71,14 +71,14 @@ def _sums_over_repeats(node: fx.Node) -> dict[int, list[fx.Node]] | None:
     for part in node.users:
         if part.target is not operator.getitem:
             return None
-        position = part.args[1]
+        position = int_argument(part, 1)
         if position == 0:
             continue
         for user in part.users:
             total = _sum_after_view(user)
             if total is None:
                 return None
-            found[position].append(total)  # type: ignore[index]
+            found[position].append(total)
     return found
 
 
@@ -103,6 +103,7 @@ def _feed_own_heads(node: fx.Node, key: fx.Node, value: fx.Node, sums: dict[int,
     with torch.no_grad():
         node.meta["val"] = node.target(*fakes[0], **fakes[1])  # type: ignore[operator]
     for part in node.users:
-        part.meta["val"] = node.meta["val"][part.args[1]]
-        for total in sums.get(part.args[1], ()):  # type: ignore[call-overload]
+        position = int_argument(part, 1)
+        part.meta["val"] = node.meta["val"][position]
+        for total in sums.get(position, ()):
             total.replace_all_uses_with(part, propagate_meta=False)

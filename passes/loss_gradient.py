@@ -90,10 +90,10 @@ def _others_are_zero(operands: tuple[fx.Node, ...], positions: list[int]) -> boo
 
 def _is_zero(node: fx.Node) -> bool:
     if node.target is aten.full.default:
-        return node.args[1] == 0
-    return node.target in (aten.zeros.default, aten.zeros_like.default) or (
-        node.target is aten.scalar_tensor.default and node.args[0] == 0
-    )
+        return bool(node.args[1] == 0)
+    if node.target is aten.scalar_tensor.default:
+        return bool(node.args[0] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
 def _is_worth_it(stage: Stage, facts: Facts) -> bool:

@@ -23,7 +23,7 @@ from streamfx.runtime.compiled import CompiledBody, Step
 @dataclass(frozen=True)
 class Lower:
     name: ClassVar[str] = "lower"
-    options: Options = Options()
+    options: Options
 
     def apply(self, facts: Facts) -> Facts:
         if self.options.bodies != "inductor":

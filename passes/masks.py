@@ -15,6 +15,7 @@ from streamfx.ir.joint import (
     bound_arguments,
     is_size,
     is_tensor,
+    node_argument,
     shape_of_node,
     tensor_operands,
 )
@@ -163,8 +164,8 @@ class Masks:
         if target is operator.getitem:
             return self._of_result(node)
         if target in MOVES:
-            source = node.args[0]
-            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)  # type: ignore[arg-type]
+            source = node_argument(node)
+            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)
         if target in PRODUCES_ORDINARY:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
@@ -192,9 +193,9 @@ class Masks:
         return combined(lambda fact: everywhere(_ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
 
     def _of_result(self, node: fx.Node) -> Pieces:
-        producer, position = node.args
-        if producer.target is aten.native_dropout.default and position == 0:  # type: ignore[union-attr]
-            source = self._operand(producer.args[0], node)  # type: ignore[union-attr]
+        producer = node_argument(node)
+        if producer.target is aten.native_dropout.default and node.args[1] == 0:
+            source = self._operand(producer.args[0], node)
             return combined(lambda fact: everywhere(fact if _zero(fact) else ORDINARY), source)
         return everywhere(UNKNOWN)
 
@@ -444,10 +445,10 @@ def _slope_arithmetic(node: fx.Node, facts: tuple[Fact, ...]) -> Pieces:
         return everywhere(Slope(-first.factor, -first.offset)) if target is aten.neg.default else absolute(first)
     if target is aten._to_copy.default or target is aten.clone.default:
         return everywhere(first)
-    if target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(first, Slope):
-        if isinstance(other, Const) and isinstance(other.value, int) and not node.kwargs:
-            sign = 1 if target is aten.add.Tensor else -1
-            return everywhere(Slope(first.factor, first.offset + sign * other.value))
+    moves = target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs
+    if moves and isinstance(first, Slope) and isinstance(other, Const) and isinstance(other.value, int):
+        sign = 1 if target is aten.add.Tensor else -1
+        return everywhere(Slope(first.factor, first.offset + sign * other.value))
     return everywhere(ORDINARY if target in STAYS_ORDINARY and node.meta["val"].is_floating_point() else UNKNOWN)
 
 

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.joint import is_size, is_tensor, node_argument
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
@@ -75,10 +75,10 @@ class OuterBuilder:
                 return self.number(size_of(argument.meta["val"]))
             return self.operand(argument)
 
-        if node.target in READS_STRIDES and node.args[0].op != "placeholder":  # type: ignore[union-attr]
+        if node.target in READS_STRIDES and node_argument(node).op != "placeholder":
             raise NotImplementedError(f"{node.name} ({node.target}) reads the memory layout of a computed value")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
-        target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
+        target: Any = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         made = self.graph.call_function(target, args, dict(kwargs))
         made.meta = dict(node.meta)
         self.env[node] = made
@@ -120,8 +120,8 @@ class OuterBuilder:
         return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and not self.has(node.args[0]):  # type: ignore[arg-type]
-            self.emit(node.args[0])  # type: ignore[arg-type]
+        if node.target is operator.getitem and not self.has(node_argument(node)):
+            self.emit(node_argument(node))
         self.emit(node)
 
     def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize, device: torch.device) -> None:

@@ -24,7 +24,7 @@ ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so m
 @dataclass(frozen=True)
 class Plan:
     name: ClassVar[str] = "plan"
-    options: Options = Options()
+    options: Options
 
     def apply(self, facts: Facts) -> Facts:
         stages: tuple[Stage, ...] = facts.stages.stages

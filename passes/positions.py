@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, int_argument, is_size, is_tensor, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.sizes import Size, size_of
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def _result_dim(node: fx.Node, position: int, operand: Affine) -> int | None:
     """The dimension of the result that a broadcast operand varies along."""
     if operand.dim is None:
         return None
-    source = node.args[position]
-    return operand.dim + len(shape_of_node(node)) - len(shape_of_node(source))  # type: ignore[arg-type]
+    source = node_argument(node, position)
+    return operand.dim + len(shape_of_node(node)) - len(shape_of_node(source))
 
 
 def _same(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or (source.dim is not None and node.meta["val"].dtype not in (torch.int64, torch.int32, torch.bool)):
         return None
     if node.meta["val"].dtype == torch.bool:
@@ -120,15 +120,15 @@ def _same(node: fx.Node, known: Known) -> Affine | None:
 
 
 def _unsqueeze(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or source.dim is None:
         return source
-    inserted = node.args[1] % len(shape_of_node(node))  # type: ignore[operator]
+    inserted = int_argument(node, 1) % len(shape_of_node(node))
     return replace(source, dim=source.dim + (inserted <= source.dim))
 
 
 def _expand(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or source.dim is None:
         return source
     return replace(source, dim=_result_dim(node, 0, source))
@@ -136,10 +136,10 @@ def _expand(node: fx.Node, known: Known) -> Affine | None:
 
 def _view(node: fx.Node, known: Known) -> Affine | None:
     """Only views that add or drop dimensions of size one keep the index of the varying dimension."""
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or source.dim is None:
         return source
-    before, after = shape_of_node(node.args[0]), shape_of_node(node)  # type: ignore[arg-type]
+    before, after = shape_of_node(node_argument(node)), shape_of_node(node)
     wide = [i for i, size in enumerate(before) if size != 1]
     kept = [i for i, size in enumerate(after) if size != 1]
     if [before[i] for i in wide] != [after[i] for i in kept] or source.dim not in wide:
@@ -148,27 +148,28 @@ def _view(node: fx.Node, known: Known) -> Affine | None:
 
 
 def _permute(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or source.dim is None:
         return source
     rank = len(shape_of_node(node))
     if node.target is aten.permute.default:
-        order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
+        order = [dim % rank for dim in bound_arguments(node)["dims"]]
     else:
         order = list(range(rank))
-        a, b = (0, rank - 1) if node.target is aten.t.default else (node.args[1] % rank, node.args[2] % rank)  # type: ignore[operator]
+        is_t = node.target is aten.t.default
+        a, b = (0, rank - 1) if is_t else (int_argument(node, 1) % rank, int_argument(node, 2) % rank)
         order[a], order[b] = order[b], order[a]
     return replace(source, dim=order.index(source.dim))
 
 
 def _slice(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     arguments = bound_arguments(node)
     rank = len(shape_of_node(node))
     if source is None or source.dim is None or source.dim != arguments["dim"] % rank:
         return source
     start, step = arguments["start"] or 0, arguments["step"]
-    length = shape_of_node(node.args[0])[source.dim]  # type: ignore[arg-type]
+    length = shape_of_node(node_argument(node))[source.dim]
     start = _number(start)
     if isinstance(start, int) and start < 0:
         start = start + length if isinstance(length, int) else None
@@ -178,13 +179,13 @@ def _slice(node: fx.Node, known: Known) -> Affine | None:
 
 
 def _select(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
-    dim, position = node.args[1] % (len(shape_of_node(node)) + 1), _number(node.args[2])  # type: ignore[operator]
+    source = known.get(node_argument(node))
+    dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), _number(node.args[2])
     if source is None or source.dim is None:
         return source
     if source.dim != dim:
         return replace(source, dim=source.dim - (dim < source.dim))
-    length = shape_of_node(node.args[0])[dim]  # type: ignore[arg-type]
+    length = shape_of_node(node_argument(node))[dim]
     if isinstance(position, int) and position < 0:
         position = position + length if isinstance(length, int) else None
     return _affine(0, source.offset + source.factor * position, None) if isinstance(position, int) else None
@@ -192,19 +193,19 @@ def _select(node: fx.Node, known: Known) -> Affine | None:
 
 def _cat(node: fx.Node, known: Known) -> Affine | None:
     """Pieces that continue one another are one affine vector: a first value before the rest of an `arange`."""
-    pieces = node.args[0]
-    dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    facts = [known.get(piece) for piece in pieces]  # type: ignore[union-attr]
-    if any(fact is None for fact in facts):
+    arguments = bound_arguments(node)
+    pieces, dim = arguments["tensors"], arguments["dim"] % len(shape_of_node(node))
+    facts = [fact for piece in pieces if (fact := known.get(piece)) is not None]
+    if len(facts) < len(pieces):
         return None
-    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in pieces]  # type: ignore[union-attr]
-    factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}  # type: ignore[union-attr]
-    if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):  # type: ignore[union-attr]
+    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in pieces]
+    factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}
+    if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):
         return None
     factor = factors.pop() if factors else 0
-    offset, position = facts[0].offset, 0  # type: ignore[union-attr]
+    offset, position = facts[0].offset, 0
     for fact, length in zip(facts, lengths, strict=True):
-        if fact.offset != offset + factor * position:  # type: ignore[union-attr]
+        if fact.offset != offset + factor * position:
             return None
         if not isinstance(length, int):
             if fact is not facts[-1]:
@@ -216,24 +217,24 @@ def _cat(node: fx.Node, known: Known) -> Affine | None:
 
 def _cumsum(node: fx.Node, known: Known) -> Affine | None:
     """The running sum of a constant c is c * (i + 1)."""
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or source.dim is not None:
         return None
-    dim = node.args[1] % len(shape_of_node(node))  # type: ignore[operator]
+    dim = int_argument(node, 1) % len(shape_of_node(node))
     return _affine(int(source.offset), int(source.offset), dim)
 
 
 def _index(node: fx.Node, known: Known) -> Affine | None:
     """Looking up an affine vector by affine positions."""
-    source, indices = known.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    source, indices = known.get(node_argument(node)), bound_arguments(node)["indices"]
     if source is None:
         return None
     if source.dim is None:
         return source
-    looked = [i for i, item in enumerate(indices) if item is not None]  # type: ignore[arg-type]
-    if len(looked) != len(shape_of_node(node.args[0])) or source.dim not in looked:  # type: ignore[arg-type]
+    looked = [i for i, item in enumerate(indices) if item is not None]
+    if len(looked) != len(shape_of_node(node_argument(node))) or source.dim not in looked:
         return None
-    tensor = indices[source.dim]  # type: ignore[index]
+    tensor = indices[source.dim]
     at = known.get(tensor)
     if at is None or at.factor < 0 or at.offset < 0:  # negative positions count from the end
         return None

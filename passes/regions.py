@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
-from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.joint import is_size, is_tensor, node_argument
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.program import Selector, Shifted
 from streamfx.passes.linear import is_expensive
@@ -51,7 +51,7 @@ def is_loop_value(node: fx.Node, layout: Layout) -> bool:
 
 def producer_of(node: fx.Node) -> fx.Node:
     """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+    return node_argument(node) if node.target is operator.getitem else node
 
 
 def operand_needs(node: fx.Node, layout: Layout) -> list[Need]:

@@ -85,7 +85,7 @@ class _Cutter:
         if loss is not None:
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products = list(accumulate(is_expensive(node) for node in self.forward))
-        cuts = []
+        cuts: list[int] = []
         for low, high in gaps:
             candidates = range(max(low, 0), high + 1)
             if candidates:
