@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -12,11 +12,17 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, int_argument, is_size, is_tensor, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.sizes import Size, size_of
 
-if TYPE_CHECKING:
-    from streamfx.passes.masks import Affine
-
 aten = torch.ops.aten
 Known: TypeAlias = "Mapping[fx.Node, Affine | None]"
+
+
+@dataclass(frozen=True)
+class Affine:
+    """factor * i + offset for index i along dimension `dim` (None: the same everywhere), equal along all others."""
+
+    factor: int
+    offset: int | float | bool
+    dim: int | None
 
 
 def affine_of(node: fx.Node, known: Known) -> Affine | None:
@@ -28,8 +34,6 @@ def affine_of(node: fx.Node, known: Known) -> Affine | None:
 
 
 def _affine(factor: int, offset: Any, dim: int | None) -> Affine:
-    from streamfx.passes.masks import Affine
-
     return Affine(factor, offset, dim if factor else None)
 
 
