@@ -8,7 +8,7 @@ over the sequence, random draws, fused attention) have an emitter of their own i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -22,19 +22,16 @@ from streamfx.ir.program import (
     Buffer,
     BufferPart,
     ChunkKey,
-    Feed,
     Kept,
     LoopSpec,
-    Number,
-    Part,
     Placement,
-    Same,
     Selector,
     Shifted,
     Stacked,
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.passes.body_inputs import BodyInputs
 from streamfx.passes.linear import is_random
 from streamfx.passes.regions import LoopContent, is_loop_value, producer_of
 from streamfx.runtime import buffers as buffer_ops
@@ -79,7 +76,7 @@ def emits(*operators: Any) -> Callable[[Emitter], Emitter]:
     return register
 
 
-class BodyBuilder:
+class BodyBuilder(BodyInputs):
     """Writes the body of one loop.
 
     `outer` maps values that exist between loops to nodes of the outer graph; they are fed in parts.
@@ -93,62 +90,15 @@ class BodyBuilder:
         reverse: bool,
         plan: ChunkPlan,
     ) -> None:
+        super().__init__()
         assert layout.axes.sequence is not None
         self.layout, self.outer, self.order, self.reverse, self.plan = layout, outer, order, reverse, plan
         self.length = layout.axes.sequence.length
-        self.graph = fx.Graph()
-        self.anchor: fx.Node | None = None
         self.made: dict[Any, Any] = {}
-        self.placeholders: dict[Any, fx.Node] = {}
-        self.feeds: list[Feed] = []
-        self.sources: list[fx.Node | None] = []
-        self.buffers: list[Buffer] = []
         self.prefixes: dict[fx.Node, int] = {}
         self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
         self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
-        self.symbols: set[Any] = set()
         self.asked: Span | None = None  # the keys for which a mask is being made
-
-    # -- placeholders
-
-    def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
-        key = (feed, source)
-        if key not in self.placeholders:
-            point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)
-            with point:
-                made = self.graph.placeholder(name)
-            made.target = made.name  # the namespace has made it unique
-            self.anchor = made
-            self.placeholders[key] = self.anchor
-            self.feeds.append(feed)
-            self.sources.append(source)
-        return self.placeholders[key]
-
-    def number(self, size: Size) -> Any:
-        """A size as a literal, or as a number that is fed in for each chunk."""
-        if isinstance(size, int):
-            return size
-        self.symbols |= free_symbols([size])
-        return self.feed("n", Number(size), None)
-
-    def part(self, value: fx.Node, source: fx.Node, where: Sequence[tuple[Placement, Role, Selector]]) -> fx.Node:
-        """Rows of a value that exists between loops."""
-        taken = tuple((placement, selector) for placement, role, selector in where if role is not Role.WHOLE)
-        self._note_symbols(taken)
-        suffix = "" if not taken else "_keys" if any(isinstance(s, Span) for _, s in taken) else "_rows"
-        return self.feed(f"{value.name}{suffix}", Part(taken) if taken else Same(), source)
-
-    def buffer_part(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
-        """Rows of one of the loop's buffers."""
-        self._note_symbols([(placement, selector)])
-        return self.feed(name, BufferPart(buffer, ((placement, selector),)), None)
-
-    def _note_symbols(self, where: Sequence[tuple[Placement, Selector]]) -> None:
-        for placement, selector in where:
-            sizes = [placement.outer, placement.inner, placement.rows.offset, placement.rows.length]
-            if isinstance(selector, Shifted):
-                sizes += [selector.rows.offset, selector.rows.length, selector.by]
-            self.symbols |= free_symbols(sizes)
 
     # -- sizes
 
@@ -328,17 +278,12 @@ class BodyBuilder:
         if not isinstance(chunk_size, int):
             self.symbols |= free_symbols([chunk_size.row_bytes, chunk_size.stream_bytes])
         self.symbols -= {symbol for symbol in self.symbols if symbol.name in ("start", "stop")}
-        sources: list[fx.Node] = []
-        index: dict[fx.Node, int] = {}
-        for source in self.sources:
-            if source is not None and source not in index:
-                index[source] = len(sources)
-                sources.append(source)
+        sources, positions = self.distinct_sources()
         spec = LoopSpec(
             name=name,
             body=body,
             feeds=tuple(self.feeds),
-            sources=tuple(None if source is None else index[source] for source in self.sources),
+            sources=positions,
             buffers=tuple(self.buffers),
             yields=tuple(yields),
             symbols=tuple(sorted(self.symbols, key=str)),
@@ -369,7 +314,7 @@ class BodyBuilder:
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
-        self._note_symbols([(placement, None)])
+        self.note_symbols([(placement, None)])
         return Stacked(shape, node.meta["val"].dtype, placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
