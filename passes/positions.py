@@ -88,7 +88,7 @@ def _sum(node: fx.Node, known: Known) -> Affine | None:
 
 
 def _negated(node: fx.Node, known: Known) -> Affine | None:
-    source = known.get(node.args[0])  # type: ignore[arg-type]
+    source = known.get(node_argument(node))
     if source is None or node.meta["val"].dtype not in (torch.int64, torch.int32):
         return None
     return _affine(-source.factor, -source.offset, source.dim)
