@@ -349,7 +349,8 @@ def test_low_precision_is_as_near_to_the_truth_as_eager(make: Callable[[], nn.Mo
     truth = outcome(truth_model, truth_model, batch(2, 64))
     eager_model = copy.deepcopy(low)
     eager = outcome(eager_model, eager_model, batch(2, 64))
-    function, backend = compiled(low, chunk_size=16)
+    # chunks no smaller than a vector register: torch's CPU kernels round `rsqrt` and others twice in what is left over
+    function, backend = compiled(low, chunk_size=32, loss_chunk_size=32)
     own = outcome(function, low, batch(2, 64))
     check_streamed(backend.facts, True, {"causal"})
     assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
