@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, node_argument, shape_of_node
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
@@ -66,6 +67,7 @@ def canonicalize(graph: fx.Graph) -> None:
             replacement = known.setdefault(_key(node), node)
         if replacement is not None and replacement is not node:
             _replace(node, replacement, is_new=replacement not in existing)
+    unify_attention(graph)
     undo_group_expansion(graph)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
@@ -130,6 +132,23 @@ def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def _full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     step = bound_arguments(node)["step"]
     return _same_shape(node, writer) if step == 1 else None
+
+
+def _slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """All of a dimension, or all but the padding that was put behind it (kernels ask for aligned biases)."""
+    arguments, padded = bound_arguments(node), node_argument(node)
+    if padded.target is not aten.constant_pad_nd.default or arguments["start"] not in (None, 0) or arguments["step"] != 1:
+        return _full_slice(node, writer)
+    operand, pads = node_argument(padded), list(padded.args[1])  # type: ignore[arg-type]
+    dim = arguments["dim"] % len(shape_of_node(node))
+    behind = 2 * (len(shape_of_node(node)) - 1 - dim) + 1
+    only_behind = all(pad == 0 for i, pad in enumerate(pads) if i != behind)
+    return operand if only_behind and shape_of_node(operand) == shape_of_node(node) else _full_slice(node, writer)
+
+
+def _pad_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    operand = _same_shape(node, writer)
+    return None if operand is None or any(pad != 0 for pad in node.args[1]) else writer.call(aten.clone.default, operand)  # type: ignore[union-attr]
 
 
 def _cat_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -213,10 +232,11 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten._unsafe_view.default: _same_shape,
     aten.reshape.default: _same_shape,
     aten.expand.default: _same_shape,
-    aten.slice.Tensor: _full_slice,
+    aten.slice.Tensor: _slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,
     aten.cat.default: _cat_with_nothing,
+    aten.constant_pad_nd.default: _pad_by_nothing,
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),

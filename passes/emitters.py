@@ -12,7 +12,8 @@ from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
 from streamfx.ir.program import Shifted
 from streamfx.ir.sizes import product
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
-from streamfx.runtime import attention as kernels
+from streamfx.runtime import attention as chunked
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -119,22 +120,22 @@ def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
 
 
-@emits(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@emits(ATTENTION)
 def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The kernel on the chunk's queries and the keys they see."""
     query, key, value, *mask = builder.operands(node)
     arguments = bound_arguments(node)
     return builder.graph.call_function(
-        kernels.forward, (query, key, value, *_visibility(builder, node, mask)), {"scale": arguments["scale"]}
+        chunked.forward, (query, key, value, *_visibility(builder, node, mask)), {"scale": arguments["scale"]}
     )
 
 
-@emits(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@emits(ATTENTION_BACKWARD)
 def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
     arguments = bound_arguments(node)
     return builder.graph.call_function(
-        kernels.backward,
+        chunked.backward,
         (gradient, query, key, value, out, lse, *_visibility(builder, node, mask)),
         {"scale": arguments["scale"]},
     )

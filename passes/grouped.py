@@ -16,20 +16,19 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import int_argument, shape_of_node
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
 
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def undo_group_expansion(graph: fx.Graph) -> None:
     """Give attention its own key heads wherever forward and backward can both do without the repeats."""
     backward_of: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=BACKWARD):
+    for node in graph.find_nodes(op="call_function", target=ATTENTION_BACKWARD):
         backward_of.setdefault(tuple(node.args[1:4]), []).append(node)  # type: ignore[arg-type]
-    for node in graph.find_nodes(op="call_function", target=FORWARD):
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
         query, key, value = node.args[:3]
         own_key, own_value = unexpanded(key), unexpanded(value)
         if own_key is None or own_value is None or shape_of_node(own_key)[1] != shape_of_node(own_value)[1]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, tensor_operands
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -75,8 +76,8 @@ CONTRACTIONS = frozenset(
         aten.baddbmm.default,
         aten.convolution.default,
         aten.convolution_backward.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        ATTENTION,
+        ATTENTION_BACKWARD,
     }
 )
 

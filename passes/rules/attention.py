@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.passes.rules.registry import Call, rule
-
-aten = torch.ops.aten
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 # letters: batch, query heads, query rows, width, key heads, key rows, width of the values
 B, H, M, D, G, N, E = range(7)
@@ -34,21 +31,17 @@ def _key_side(call: Call, query: int, key: int) -> tuple[LetterShape, LetterShap
     return KEY, VALUE
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_cpu(call: Call) -> Signature | None:
+@rule(ATTENTION)
+def attention(call: Call) -> Signature:
     """(q, k, v, mask?) to (out, log-sum-exp)."""
-    if call.arguments()["dropout_p"] != 0.0:
-        return None
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
     return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=WHOLE, keys=frozenset({N}))
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def flash_cpu_backward(call: Call) -> Signature | None:
+@rule(ATTENTION_BACKWARD)
+def attention_backward(call: Call) -> Signature:
     """(dout, q, k, v, out, lse, mask?) to (dq, dk, dv)."""
-    if call.arguments()["dropout_p"] != 0.0:
-        return None
     key, value = _key_side(call, 1, 2)
     mask = (_mask_letters(call, 6),) if len(call.operands) == 7 else ()
     return Signature(

@@ -28,7 +28,8 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
 def is_fused_attention(target: Any) -> bool:
     """Whether an operator is attention over queries [b h m d], keys [b g n d] and values [b g n e]."""
-    return isinstance(target, torch._ops.OpOverload) and target.name().startswith("aten::_scaled_dot_product")
+    names = ("aten::_scaled_dot_product", "streamfx::attention")
+    return isinstance(target, torch._ops.OpOverload) and target.name().startswith(names)
 
 
 def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:

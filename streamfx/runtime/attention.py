@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from streamfx.runtime import kernels
+
 Window = tuple["int | None", "int | None"]
 
 
@@ -32,11 +33,11 @@ def forward(
     past = _split(query, key, mask, first, window)
     if past is None:
         bias = _bias(query, key, mask, first, window)
-        return _forward(query, key, value, bias, False, scale)
+        return kernels.forward(query, key, value, bias, False, scale)
     if past == 0:
-        return _forward(query, key, value, None, True, scale)
-    seen = _forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
-    own = _forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
+        return kernels.forward(query, key, value, None, True, scale)
+    seen = kernels.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
+    own = kernels.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
     return _merge(seen, own)
 
 
@@ -57,11 +58,11 @@ def backward(
     past = _split(query, key, mask, first, window)
     if past is None:
         bias = _bias(query, key, mask, first, window)
-        return _backward(gradient, query, key, value, out, lse, bias, False, scale)
+        return kernels.backward(gradient, query, key, value, out, lse, bias, False, scale)
     if past == 0:
-        return _backward(gradient, query, key, value, out, lse, None, True, scale)
-    seen = _backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
-    own = _backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)
+        return kernels.backward(gradient, query, key, value, out, lse, None, True, scale)
+    seen = kernels.backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
+    own = kernels.backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)
     return seen[0].add_(own[0]), torch.cat((seen[1], own[1]), 2), torch.cat((seen[2], own[2]), 2)
 
 
@@ -86,28 +87,6 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, wi
         hidden |= delta > high
     bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
     return bias if mask is None else mask + bias
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-
-
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
 
 
 def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

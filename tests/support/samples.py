@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from tests.support.laws import Call
 
 aten = torch.ops.aten
@@ -308,61 +309,58 @@ def attention_inputs(s: Sizes, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     return s.draw(s.b, 2, s.t, 4), s.draw(s.b, heads, s.k, 4), s.draw(s.b, heads, s.k, 4)
 
 
-flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-@sample(flash)
+@sample(ATTENTION)
 def open_attention(s: Sizes) -> tuple[Any, ...]:
     return attention_inputs(s)
 
 
-@sample(flash)
+@sample(ATTENTION)
 def causal_attention(s: Sizes) -> tuple[Any, ...]:
-    return *attention_inputs(s), 0.0, True, {"scale": 0.3}
+    return *attention_inputs(s), {"scale": 0.3, "is_causal": True}
 
 
-@sample(flash)
+@sample(ATTENTION)
 def grouped_attention(s: Sizes) -> tuple[Any, ...]:
     return attention_inputs(s, heads=1)
 
 
-@sample(flash)
+@sample(ATTENTION)
 def masked_attention(s: Sizes) -> tuple[Any, ...]:
     return *attention_inputs(s), {"attn_mask": s.draw(s.b, 1, s.t, s.k)}
 
 
-@sample(flash)
+@sample(ATTENTION)
 def causal_and_masked_attention(s: Sizes) -> tuple[Any, ...]:
-    return *attention_inputs(s), 0.0, True, {"attn_mask": s.draw(s.t, s.k)}
+    return *attention_inputs(s), {"attn_mask": s.draw(s.t, s.k), "is_causal": True}
 
 
-@sample(flash)
+@sample(ATTENTION)
 def attention_masked_by_key(s: Sizes) -> tuple[Any, ...]:
     return *attention_inputs(s), {"attn_mask": s.draw(s.b, 1, 1, s.k)}
 
 
 def backward_inputs(inputs: tuple[Tensor, Tensor, Tensor], s: Sizes, causal: bool, **kwargs: Any) -> tuple[Any, ...]:
-    out, lse = flash(*inputs, 0.0, causal, **kwargs)
-    return s.draw(*out.shape), *inputs, out, lse, 0.0, causal, kwargs
+    kwargs["is_causal"] = causal
+    out, lse = ATTENTION(*inputs, **kwargs)
+    return s.draw(*out.shape), *inputs, out, lse, kwargs
 
 
-@sample(flash_backward)
+@sample(ATTENTION_BACKWARD)
 def open_attention_backward(s: Sizes) -> tuple[Any, ...]:
     return backward_inputs(attention_inputs(s), s, False, scale=0.3)
 
 
-@sample(flash_backward)
+@sample(ATTENTION_BACKWARD)
 def causal_attention_backward(s: Sizes) -> tuple[Any, ...]:
     return backward_inputs(attention_inputs(s), s, True, scale=0.5)
 
 
-@sample(flash_backward)
+@sample(ATTENTION_BACKWARD)
 def grouped_attention_backward(s: Sizes) -> tuple[Any, ...]:
     return backward_inputs(attention_inputs(s, heads=1), s, False, scale=0.5)
 
 
-@sample(flash_backward)
+@sample(ATTENTION_BACKWARD)
 def masked_attention_backward(s: Sizes) -> tuple[Any, ...]:
     return backward_inputs(attention_inputs(s), s, False, attn_mask=s.draw(s.b, 1, s.t, s.k))
 
