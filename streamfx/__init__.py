@@ -6,6 +6,7 @@ from streamfx.errors import (
     NotStreamed,
     NotTraced,
     OptionError,
+    RuleError,
     StaleGraph,
     StaleOutput,
     StreamFXError,
@@ -13,6 +14,7 @@ from streamfx.errors import (
 from streamfx.options import Options, configure
 from streamfx.report.explain import Explanation, explain
 from streamfx.report.verify import Verification, verify
+from streamfx.user_rules import register_rule
 
 __version__ = "0.1.0"
 
@@ -23,12 +25,14 @@ __all__ = [
     "NotTraced",
     "OptionError",
     "Options",
+    "RuleError",
     "StaleGraph",
     "StaleOutput",
     "StreamFXError",
     "Verification",
     "configure",
     "explain",
+    "register_rule",
     "streambp",
     "verify",
 ]

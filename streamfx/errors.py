@@ -21,6 +21,10 @@ class OptionError(StreamFXError, ValueError):
     """
 
 
+class RuleError(StreamFXError, ValueError):
+    """A rule for an operator that cannot be: see `streamfx.register_rule`."""
+
+
 class NotStreamed(StreamFXError, RuntimeError):
     """`strict=True` was asked for, and a stage cannot stream.
 

@@ -61,10 +61,11 @@ def signatures(table: Mapping[Any, str]) -> None:
     ones everywhere; several results are separated by commas.
     """
     for operator, notation in table.items():
-        RULES[operator] = _notation_rule(notation)
+        RULES[operator] = notation_rule(notation)
 
 
-def _notation_rule(notation: str) -> Rule:
+def notation_rule(notation: str) -> Rule:
+    """The rule that `signatures` makes of its notation; it declines a call with other operands or dimensions."""
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
     def from_notation(call: Call) -> Signature | None:

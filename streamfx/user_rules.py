@@ -1,0 +1,83 @@
+"""Rules for operators of the user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from streamfx.errors import RuleError
+from streamfx.ir.signature import Signature
+from streamfx.passes.rules.registry import RULES, Call, notation_rule
+
+Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
+
+_TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
+
+
+def register_rule(operator: Any, rule: Rule) -> None:
+    """Tell streamfx what an operator of your own does with each dimension, so that what uses it streams.
+
+    `rule` is notation, or a function from a `Call` to a `Signature` (None: not for these arguments). In notation each tensor
+    argument and each result has one letter per dimension:
+
+    - a letter on both sides is kept: row i of the result needs row i of the operand;
+    - a letter missing on the right is summed over, and parts of the sum may be added up;
+    - a letter with `!` is needed whole, because the operator mixes its elements (normalises, sorts, splits in halves);
+    - `...` stands for any leading dimensions, the same ones everywhere.
+
+    For example `"... d!, d -> ... d"` for a norm with a weight, and `"... d!, ... d!, d -> ... d, d"` for its backward, whose
+    second result is summed over the rows. An operator has a rule for its forward and one for its backward, which is another
+    operator. Rules hold for what is compiled afterwards.
+
+    Raises:
+        RuleError: `operator` is no operator, has a rule already, or the notation does not fit its schema.
+    """
+    asked = f"a rule for {operator}"
+    overload = _overload(operator, asked)
+    if overload in RULES:
+        raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
+    if isinstance(rule, str):
+        _check_notation(rule, overload, asked)
+        RULES[overload] = notation_rule(rule)
+    elif callable(rule):
+        RULES[overload] = rule
+    else:
+        raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
+
+
+def _overload(operator: Any, asked: str) -> OpOverload[Any, Any]:
+    if isinstance(operator, OpOverloadPacket):
+        if len(operator.overloads()) > 1:
+            names = ", ".join(f"{operator}.{name}" for name in operator.overloads())
+            raise RuleError(asked, found="it has several overloads", do=f"say which: {names}")
+        operator = getattr(operator, operator.overloads()[0])
+    operator = getattr(operator, "_opoverload", operator)  # what `torch.library.custom_op` returns
+    if isinstance(operator, OpOverload):
+        return operator
+    raise RuleError(
+        asked,
+        found=f"a {type(operator).__name__}, which graphs do not hold",
+        do="register the function as an operator with torch.library.custom_op, and give torch.ops.<namespace>.<name>.default",
+    )
+
+
+def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
+    sides = notation.split("->")
+    if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
+        raise RuleError(
+            asked, found=f"{notation!r}", do='write it like "m k, k n -> m n": letters, `!`, `...`, commas, one arrow'
+        )
+    counts = [len(side.split(",")) for side in sides]
+    tensors = [argument for argument in operator._schema.arguments if isinstance(argument.type, torch.TensorType)]
+    optional = [argument for argument in operator._schema.arguments if str(argument.type) == "Optional[Tensor]"]
+    results = operator._schema.returns
+    if not len(tensors) <= counts[0] <= len(tensors) + len(optional) or counts[1] != len(results):
+        raise RuleError(
+            asked,
+            found=f"{notation!r} has {counts[0]} operands and {counts[1]} results",
+            do=f"write one part for each of its {len(tensors)} tensor arguments and {len(results)} results: {operator._schema}",
+        )

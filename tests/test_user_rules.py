@@ -1,0 +1,94 @@
+"""Rules that users register for their own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.passes.rules.registry import RULES
+
+WIDTH = 8
+
+
+@torch.library.custom_op("streamfx_tests::gate", mutates_args=())
+def gate(x: Tensor) -> Tensor:
+    """The first half, scaled by the second: [..., 2 d] to [..., d]."""
+    left, right = x.chunk(2, -1)
+    return left * right.sigmoid()
+
+
+@torch.library.custom_op("streamfx_tests::gate_backward", mutates_args=())
+def gate_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    share = right.sigmoid()
+    return torch.cat((gradient * share, gradient * left * share * (1 - share)), -1)
+
+
+gate.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
+gate_backward.register_fake(lambda gradient, x: torch.empty_like(x))
+gate.register_autograd(
+    lambda ctx, gradient: gate_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x[:, None]
+        x = x + nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        y: Tensor = self.down(gate(self.up(x)))
+        return y.square().mean()
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def kinds(model: nn.Module, x: Tensor) -> list[str]:
+    return [stage["reason"] or stage["kind"] for stage in streamfx.explain(model, x).summary()["stages"]]
+
+
+def test_without_rules_it_runs_whole_and_says_so() -> None:
+    model, x = Gated(), torch.randn(2, 11, WIDTH)
+    assert any("gate" in kind and "test_user_rules.py" in kind for kind in kinds(model, x)), kinds(model, x)
+    assert streamfx.verify(model, x, options={"chunk_size": 4}).ok
+
+
+def test_with_rules_it_streams(rules: None) -> None:
+    streamfx.register_rule(gate, "... e! -> ... d")
+    streamfx.register_rule(torch.ops.streamfx_tests.gate_backward.default, "... d!, ... e! -> ... e")
+    model, x = Gated().double(), torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert set(kinds(model, x)) == {"streamed"}
+    assert streamfx.verify(model, x, options={"chunk_size": 4}).max_error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("operator", "rule", "says"),
+    [
+        (gate, "... e! to ... d", "one arrow"),
+        (gate, "... e!, d -> ... d", "1 tensor arguments and 1 results"),
+        (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
+        (gate, "... e? -> d", "one arrow"),
+        (gate, 3, "notation such as"),
+        (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
+        (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
+    ],
+)
+def test_what_cannot_be_is_refused(operator: object, rule: object, says: str, rules: None) -> None:
+    before = dict(RULES)
+    with pytest.raises(streamfx.RuleError, match=says):
+        streamfx.register_rule(operator, rule)  # type: ignore[arg-type]
+    assert before == RULES
