@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form
+from streamfx.ir.facts import AxisFacts, Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, numeric, product
@@ -68,15 +68,18 @@ def is_loss_stage(stage: Stage, facts: Facts) -> bool:
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
-    """Bytes that one row of the sequence takes in all values that `nodes` make by rows."""
+    """Bytes that one row of the sequence takes in all values that `nodes` make by rows; scores have all keys in a row."""
     assert facts.axes is not None
     assert facts.demand is not None
     total: Size = 0
     for node in nodes:
-        if not is_tensor(node) or is_moved_elements(node) or facts.demand.form(node) is not Form.ROWS:
-            continue
-        table, members = facts.axes.table, facts.axes.sequence.members  # type: ignore[union-attr]
-        atoms = (atom for dim in facts.axes.shapes[node] for atom in table.resolve(dim))
-        elements = product(table.size(atom) for atom in atoms if atom not in members)
-        total = total + elements * node.meta["val"].element_size()
+        if is_tensor(node) and not is_moved_elements(node) and facts.demand.form(node) in (Form.ROWS, Form.PAIR):
+            total = total + _elements_of_a_row(node, facts.axes) * node.meta["val"].element_size()
     return total
+
+
+def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
+    table, members = axes.table, axes.sequence.members  # type: ignore[union-attr]
+    atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
+    rows = next((i for i, atom in enumerate(atoms) if atom in members), None)
+    return product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)

@@ -10,7 +10,7 @@ from torch import fx
 
 from streamfx.ir.sizes import Size
 
-LEAST_WORKING_SET = 128 << 20  # bytes: below this a smaller chunk saves nothing worth having
+LEAST_WORKING_SET = 64 << 20  # bytes: below this a smaller chunk saves nothing worth having
 LEAST_ROWS = 64
 MULTIPLE = 8
 
