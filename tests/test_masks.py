@@ -1,61 +1,17 @@
-"""What a mask is found to hide has to be hidden: named cases, near misses, and masks composed at random."""
+"""What a mask is found to hide has to be hidden: named cases, near misses, and masks that hold data."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.ir.facts import Facts, Role
+from streamfx.ir.facts import Facts
+from tests.support.masks import INF, LENGTH, Mask, attention, columns, fused, qkv, rows
 from tests.support.tracing import compare_function
-
-LENGTH, HEAD = 9, 4
-INF = float("inf")
-Mask: TypeAlias = "Callable[..., Tensor]"  # scores [B, H, T, T], and data that it depends on, to scores
-
-
-def attention(mask: Mask) -> Callable[..., Tensor]:
-    """Spelled-out attention of q, k, v [B, H, T, D], to a number."""
-
-    def function(inputs: Tensor, *data: Tensor) -> Tensor:
-        q, k, v = inputs.unbind()
-        scores = q @ k.transpose(-2, -1) / math.sqrt(HEAD)
-        out = torch.softmax(mask(scores, *data), -1) @ v
-        return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
-
-    return function
-
-
-def fused(mask: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
-    """SDPA with the mask made for `length` rows."""
-
-    def function(inputs: Tensor, *data: Tensor) -> Tensor:
-        q, k, v = inputs.unbind()
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2], *data), **more)
-        return (out * torch.linspace(0.5, 1.5, HEAD, dtype=out.dtype)).sum()
-
-    return function
-
-
-def qkv(batch: int = 2, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
-    """One tensor [3, B, H, T, D]: queries, keys and values of the same rows."""
-    torch.manual_seed(seed)
-    return [torch.randn(3, batch, 2, length, HEAD, dtype=torch.float64, requires_grad=True)]
-
-
-def rows(t: int) -> Tensor:
-    return torch.arange(t)[:, None]
-
-
-def columns(t: int) -> Tensor:
-    return torch.arange(t)[None, :]
 
 
 def spans(facts: Facts) -> set[str]:
@@ -304,110 +260,3 @@ def test_fewer_queries_than_keys() -> None:
         return (scores.softmax(-1) @ x).pow(2).sum()
 
     compare_function(function, qkv(), (2, 1, 4))
-
-
-# -- masks composed at random
-
-small = st.integers(-4, 4)
-
-
-@st.composite
-def visible(draw: st.DrawFn, depth: int = 2) -> str:
-    """An expression in r, c (positions), t (length), data `keep` [B, 1, 1, T] and `doc` [B, 1, T, 1], `docs` [B, 1, 1, T]."""
-    if depth and draw(st.booleans()):
-        one, other = draw(visible(depth - 1)), draw(visible(depth - 1))
-        form = draw(st.sampled_from(["({} & {})", "({} | {})", "torch.where({}, {}, r >= c)", "({} & {})"]))
-        return form.format(one, other)
-    number = draw(small)
-    leaf = draw(
-        st.sampled_from(
-            [
-                f"(c <= r + {number})",
-                f"(r - c < {abs(number) + 1})",
-                f"(c > r - {number})",
-                f"((r - c).abs() <= {abs(number)})",
-                f"(c != r + {number})",
-                f"(2 * c <= 2 * r + {number})",
-                f"(c < {abs(number)})",
-                f"(r >= {abs(number)})",
-                f"(torch.ones(t, t).tril({number}) == 1)",
-                f"(torch.ones(t, t).triu({number}) == 0)",
-                f"torch.ones(t, t, dtype=torch.bool).triu({number})",
-                "keep",
-                "(doc == docs)",
-            ]
-        )
-    )
-    return f"(~{leaf})" if draw(st.integers(0, 4)) == 0 else leaf
-
-
-HIDINGS = [
-    "s.masked_fill(~m, float('-inf'))",
-    "torch.where(m, s, float('-inf'))",
-    "s + torch.zeros(t, t, dtype=s.dtype).masked_fill(~m, float('-inf'))",
-    "s.masked_fill(~m, torch.finfo(s.dtype).min)",
-    "s.masked_fill(~m, -1e4)",
-    "s + m.to(s.dtype).log()",
-    "s + (1 - m.to(s.dtype)) * -1e9",
-    "s + (1 - m.to(s.dtype)) * torch.finfo(s.dtype).min",
-    "torch.where(m, 5 * torch.tanh(s / 5), float('-inf'))",
-    "(s - (r - c).to(s.dtype)).masked_fill(~m, float('-inf'))",
-]
-
-
-@settings(max_examples=60, deadline=None)
-@given(visible(), st.sampled_from(HIDINGS), st.integers(1, 10), st.integers(0, 99))
-def test_random_masks(expression: str, hiding: str, chunk_size: int, seed: int) -> None:
-    """Whatever a mask is found to be, the result is exact. Each row sees itself, else eager's own result is NaN."""
-    t = 7
-
-    def mask(s: Tensor, keep: Tensor, document: Tensor) -> Tensor:
-        r, c = rows(t), columns(t)
-        names = {"r": r, "c": c, "t": t, "torch": torch, "s": s}
-        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
-        m = eval(expression, names) | (r == c)
-        return eval(hiding, {**names, "m": m})
-
-    torch.manual_seed(seed)
-    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
-    compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
-
-
-@settings(max_examples=40, deadline=None)
-@given(visible(), st.booleans(), st.booleans(), st.integers(1, 10), st.integers(0, 99))
-def test_random_fused_masks(expression: str, additive: bool, causal: bool, chunk_size: int, seed: int) -> None:
-    """The same, of a fused operator, where rows that see nothing give zero."""
-    t = 7
-
-    def function(inputs: Tensor, keep: Tensor, document: Tensor) -> Tensor:
-        q, k, v = inputs.unbind()
-        names = {"r": rows(t), "c": columns(t), "t": t, "torch": torch}
-        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
-        m: Tensor = eval(expression, names)
-        if causal:
-            m = m & (rows(t) >= columns(t))
-        given = torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF) if additive else m
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=given).pow(2).sum()
-
-    torch.manual_seed(seed)
-    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
-    compare_function(function, [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
-
-
-@settings(max_examples=40, deadline=None)
-@given(visible(depth=1), st.integers(0, 99))
-def test_roles_are_rows_and_keys(expression: str, seed: int) -> None:
-    """Every operator with scores has one of each."""
-    t = 7
-
-    def mask(s: Tensor, keep: Tensor, document: Tensor) -> Tensor:
-        names = {"r": rows(t), "c": columns(t), "t": t, "torch": torch}
-        names |= {"keep": keep[:, None, None], "doc": document[:, None, :, None], "docs": document[:, None, None]}
-        return s.masked_fill(~(eval(expression, names) | (rows(t) == columns(t))), -INF)
-
-    data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
-    facts = compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (3,), streams=True)
-    assert facts.demand is not None and facts.axes is not None
-    for node, roles in facts.demand.roles.items():
-        if len(facts.axes.sequence_dims(facts.axes.results[node][0])) == 2:
-            assert sorted(role.value for role in roles.values()) == [Role.KEYS.value, Role.ROWS.value], node

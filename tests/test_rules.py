@@ -24,7 +24,7 @@ NEVER_STREAM = {aten.scalar_tensor.default}  # no axis at all
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert not sorted(map(str, RULES.keys() - SAMPLES.keys())), "add sample calls to tests/support/samples.py"
+    assert not sorted(map(str, RULES.keys() - SAMPLES.keys())), "add sample calls to tests/support/samples"
     assert not sorted(map(str, SAMPLES.keys() - RULES.keys())), "samples of operators without a rule"
 
 
@@ -99,7 +99,7 @@ def runnable(target: Any, s: Sizes, shapes: list[tuple[int, ...]]) -> Call:
         except (RuntimeError, NotImplementedError):
             continue
         return call
-    raise AssertionError(f"no sample call of {target} runs: add one to tests/support/samples.py")
+    raise AssertionError(f"no sample call of {target} runs: add one to tests/support/samples")
 
 
 NOT_TENSORS = {"aten.equal.default"}

@@ -1,0 +1,92 @@
+"""What the decoders written by hand share: norm, MLP, heads, the residual stream around them, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, HEADS = 19, 12, 2
+HEAD = WIDTH // HEADS
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The next token's cross entropy over [B, T, V] and [B, T]."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width) * 0.2 + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return down
+
+
+class Decoder(nn.Module):
+    """[B, T, D] and pre-norm; the subclasses say how attention is written."""
+
+    attention: type[nn.Module]
+
+    def __init__(self, layers: int = 2, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.attend = nn.ModuleList([self.attention() for _ in range(layers)])
+        self.mlp = nn.ModuleList([SwiGLU() for _ in range(layers)])
+        self.norms = nn.ModuleList([RMSNorm() for _ in range(2 * layers + 1)])
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
+            x = x + attend(self.norms[2 * i](x), **more)
+            x = x + mlp(self.norms[2 * i + 1](x))
+        normed: Tensor = self.norms[-1](x)
+        return normed
+
+    def logits(self, ids: Tensor, **more: Any) -> Tensor:
+        logits: Tensor = self.head(self.hidden(self.embed(ids), **more))
+        return logits
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(self.logits(ids), labels)
+
+
+class Heads(nn.Module):
+    """Projections to [B, H, T, D] and back; `mix` is the attention proper."""
+
+    def __init__(self, width: int = WIDTH, key_heads: int = HEADS) -> None:
+        super().__init__()
+        self.key_heads = key_heads
+        self.q, self.o = nn.Linear(width, WIDTH), nn.Linear(WIDTH, width)
+        self.k, self.v = nn.Linear(width, key_heads * HEAD), nn.Linear(width, key_heads * HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, HEADS, HEAD).transpose(1, 2)
+        k, v = (p(x).view(b, t, self.key_heads, HEAD).transpose(1, 2) for p in (self.k, self.v))
+        out: Tensor = self.o(self.mix(q, k, v).transpose(1, 2).reshape(b, t, WIDTH))
+        return out
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def made(make: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A decoder with its parameters drawn from a seed."""
+    torch.manual_seed(seed)
+    return make().to(dtype)

@@ -1,0 +1,88 @@
+"""The search for outputs to defer: what is rebuilt from what, which rows are known, and what is left dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from streamfx.backend import Compilation
+from streamfx.deferral import defer_outputs
+from streamfx.options import resolved
+from tests.support.heads import HEADS, Decoder, decoder, some_ids
+
+
+def dynamo_graph(model: nn.Module, *arguments: Any) -> fx.GraphModule:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    torch.compile(model, backend=backend)(*arguments)
+    return graphs[0]
+
+
+PLAN = """
+deferred made [2, 11, 40] torch.float64 on cpu, from weight, layer_norm
+  linear_2 = linear(layer_norm, weight)
+  truediv = truediv(linear_2, 3.0)
+  tanh = tanh(truediv)
+  made = mul(tanh, 3.0)
+"""
+
+
+def test_the_plan_as_text() -> None:
+    module = dynamo_graph(decoder(), some_ids(), some_ids())
+    before = module.print_readable(print_output=False)
+    deferral = defer_outputs(module)
+    assert deferral is not None
+    names = [str(node) for node in deferral.module.graph.output_node().args[0]]  # type: ignore[union-attr]
+    assert names == ["cross_entropy", "layer_norm"]
+    assert str(deferral.plan) == PLAN.strip()
+    assert module.print_readable(print_output=False) == before
+
+
+@pytest.mark.parametrize(("head", "given"), [("linear", "weight, layer_norm"), ("low rank", "up, matmul")])
+def test_a_value_is_rebuilt_from_the_fewest_bytes(head: str, given: str) -> None:
+    deferral = defer_outputs(dynamo_graph(decoder(HEADS[head][0]), some_ids()))
+    assert deferral is not None
+    assert str(deferral.plan.recipes[0]).endswith(f"from {given}")
+
+
+@pytest.mark.parametrize(
+    ("head", "dims"),
+    [
+        ("linear", (0, 1, None)),
+        ("softcap", (0, 1, None)),
+        ("mask", (0, 1, None)),
+        ("log-probabilities", (0, 1, None)),
+        ("einsum", None),
+    ],
+)
+def test_rows_are_known_where_functions_work_row_by_row(head: str, dims: tuple[int | None, ...] | None) -> None:
+    deferral = defer_outputs(dynamo_graph(decoder(HEADS[head][0]), some_ids()))
+    assert deferral is not None
+    rows = deferral.plan.recipes[0].rows
+    assert (None if rows is None else rows.dims) == dims
+
+
+def test_small_outputs_stay_as_they_are() -> None:
+    def head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
+        return F.linear(x, model.weight[:12])  # less than twice the width
+
+    assert defer_outputs(dynamo_graph(decoder(head), some_ids())) is None
+
+
+def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: fx.GraphModule) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("streamfx.backend.defer_outputs", broken)
+    module = dynamo_graph(decoder(), some_ids())
+    assert Compilation(module, resolved()).deferral() is None
+    with pytest.raises(KeyError):
+        Compilation(module, resolved({"strict": True})).deferral()

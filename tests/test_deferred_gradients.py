@@ -1,0 +1,147 @@
+"""Gradients through deferred tensors: equal eager's, however the backward is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.deferred import IDS, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
+from tests.support.heads import decoder, some_ids
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> Compiled:
+    return Compiled(decoder(), "grad")
+
+
+@pytest.fixture
+def compiled(compiled_once: Compiled) -> Iterator[Compiled]:
+    yield compiled_once
+    compiled_once.model.zero_grad()
+
+
+class Exponential(torch.autograd.Function):
+    """As fused losses are written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp()
+
+
+def backward_twice(x: Tensor) -> None:
+    total = (x * WEIGHTS).sum()
+    total.backward(retain_graph=True)
+    total.backward()
+
+
+def backward_with_hook(x: Tensor) -> list[Tensor]:
+    seen: list[Tensor] = []
+    x.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)  # type: ignore[func-returns-value]
+    (x * WEIGHTS).sum().backward()
+    return seen
+
+
+def backward_with_retained(x: Tensor) -> Tensor | None:
+    x.retain_grad()
+    (x * WEIGHTS).sum().backward()
+    return x.grad
+
+
+def backward_after_write(x: Tensor) -> None:
+    x[:, 0].mul_(x[:, 1].detach().clone())
+    x[:, :, 3] = 0.0
+    (x * WEIGHTS).sum().backward()
+
+
+def backward_of_stale(x: Tensor) -> None:
+    total = (x * x).sum()
+    x.add_(1)
+    total.backward()
+
+
+def backward_after_inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        best = x.argmax(-1).sum().item()
+    (x * WEIGHTS).sum().backward()
+    return torch.tensor(best)
+
+
+def backward_checkpointed(x: Tensor, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    checkpoint(lambda x: (x.tanh() * WEIGHTS).sum(), x, use_reentrant=reentrant).backward()
+
+
+def backward_saved_on_cpu(x: Tensor) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        total = (x.exp() * x * WEIGHTS).sum()
+    total.backward()
+
+
+BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: (x * WEIGHTS).sum().backward(),
+    "its own": lambda x: x.backward(WEIGHTS),
+    "autograd.backward": lambda x: torch.autograd.backward([x], [WEIGHTS]),
+    "autograd.grad": lambda x: torch.autograd.grad((x * WEIGHTS).sum(), [x]),
+    "a row": lambda x: (x[:, -1] ** 3).sum().backward(),
+    "a cast and the whole": lambda x: (x[:, -1].double().exp().sum() + (x.softmax(-1) * WEIGHTS).sum()).backward(),
+    "a custom function": lambda x: Exponential.apply(x).backward(),
+    "twice, retained": backward_twice,
+    "twice, freed": lambda x: [(x * WEIGHTS).sum().backward() for _ in range(2)],
+    "a hook": backward_with_hook,
+    "a retained gradient": backward_with_retained,
+    "after a write": backward_after_write,
+    "of a value that was then written into": backward_of_stale,
+    "after a touch in inference mode": backward_after_inference,
+    "reentrant checkpoint": lambda x: backward_checkpointed(x, True),
+    "checkpoint": lambda x: backward_checkpointed(x, False),
+    "saved on the host": backward_saved_on_cpu,
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_gradients_through_it(compiled: Compiled, name: str) -> None:
+    assert_behaves(compiled, BACKWARDS[name])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "streambp"])
+def test_as_argument_of_another_compiled_function(compiled: Compiled, backend: str) -> None:
+    def consumer(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.cross_entropy(x.transpose(1, 2) * 2, IDS[..., 0]), x.detach()[:, 0], x.argmax(-1)
+
+    function = torch.compile(consumer, backend=backend, fullgraph=True)
+
+    def use(x: Tensor) -> tuple[Tensor, ...]:
+        loss, *others = function(x)
+        loss.backward()
+        return loss.detach(), *(other * 1 for other in others)
+
+    assert_behaves(compiled, use)
+
+
+def test_across_a_graph_break() -> None:
+    model = decoder()
+
+    def step(ids: Tensor) -> tuple[Tensor, str]:
+        logits = model(ids)
+        torch._dynamo.graph_break()
+        text = repr(logits.detach())
+        loss = F.cross_entropy(logits.transpose(1, 2), ids)
+        loss.backward()
+        return loss.detach(), text
+
+    results = []
+    for function in (torch.compile(step, backend="streambp", options=OPTIONS), step):
+        results.append([function(some_ids()), gradients(model)])
+    assert_same(results[0], results[1])

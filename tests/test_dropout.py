@@ -1,0 +1,131 @@
+"""Dropout: repeats under a seed, drops what it says, and its gradient is that of the sample drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support import decoders, hf, layouts
+from tests.support.exactness import check_streamed, compare, errors, outcome
+from tests.support.twins import LENGTH, batch, compiled, gradients
+
+
+class Dropped(decoders.Decoder):
+    """Dropout on the residual branches."""
+
+    attention = decoders.CausalHeads
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
+            x = x + F.dropout(attend(self.norms[2 * i](x)), 0.3, self.training)
+            x = x + F.dropout(mlp(self.norms[2 * i + 1](x)), 0.3, self.training)
+        return self.norms[-1](x)
+
+
+class FusedDropoutHeads(decoders.Heads):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
+
+
+class SpelledDropoutHeads(decoders.SpelledHeads):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.mask(q @ k.transpose(-2, -1) / decoders.HEAD**0.5)
+        return F.dropout(torch.softmax(scores, dim=-1), 0.3, self.training) @ v
+
+
+class FusedDropout(decoders.Decoder):
+    attention = FusedDropoutHeads
+
+
+class SpelledDropout(decoders.Decoder):
+    attention = SpelledDropoutHeads
+
+
+RANDOM = {"residual": Dropped, "fused attention": FusedDropout, "spelled attention": SpelledDropout}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_dropout_repeats_under_a_seed(name: str) -> None:
+    own = decoders.made(RANDOM[name])
+    function, backend = compiled(own)
+
+    def step(seed: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+        own.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        loss = function(**batch())
+        loss.backward()
+        return loss.detach(), gradients(own)
+
+    first, second, other = step(1), step(1), step(2)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(g, second[1][n]) for n, g in first[1].items())  # type: ignore[arg-type]
+    assert not torch.equal(first[0], other[0])
+    check_streamed(backend.facts, True, {"causal"})
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_gradient_with_dropout_is_that_of_the_sample_drawn(name: str) -> None:
+    """Finite differences of the compiled function itself, under one seed."""
+    own = decoders.made(RANDOM[name])
+    function, _ = compiled(own)
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return function(**batch())
+
+    loss().backward()
+    step = 1e-6
+    for parameter in own.parameters():
+        assert parameter.grad is not None
+        direction = torch.randn_like(parameter) / parameter.numel() ** 0.5
+        with torch.no_grad():
+            parameter.add_(direction, alpha=step)
+        above = loss().detach()
+        with torch.no_grad():
+            parameter.add_(direction, alpha=-2 * step)
+        below = loss().detach()
+        with torch.no_grad():
+            parameter.add_(direction, alpha=step)
+        wanted = float((parameter.grad * direction).sum())
+        assert float(above - below) / (2 * step) == pytest.approx(wanted, rel=1e-5, abs=1e-8)
+
+
+def test_dropout_drops_what_it_says() -> None:
+    """A third of the elements are dropped, the others scaled; rows of different chunks are not dropped alike."""
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * 1.0, 0.3, True)
+
+    x = torch.ones(2, 60, 64, dtype=torch.float64, requires_grad=True)
+    function, _ = compiled(Noise(), chunk_size=6)
+    out = function(x)
+    out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, out)  # the gradient of x is the mask, and x is one
+    kept = (out != 0).double()
+    assert out.unique().tolist() == [0.0, pytest.approx(1 / 0.7)]
+    assert float(kept.mean()) == pytest.approx(0.7, abs=0.02)
+    chunks = kept[0].view(10, 6, 64)
+    assert all(not torch.equal(chunks[i], chunks[j]) for i in range(10) for j in range(i))
+
+
+def test_dropout_in_evaluation_is_none() -> None:
+    model = decoders.made(Dropped).eval()
+    compare(model, batch(), attention={"causal"})
+
+
+def test_dropout_of_a_huggingface_model() -> None:
+    model = hf.made("gpt2", "eager", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2).train()
+    inputs = layouts.plain(layouts.tokens(hf.VOCABULARY, 2, LENGTH))
+    function, backend = compiled(model)
+    torch.manual_seed(5)
+    first = outcome(function, model, inputs)
+    torch.manual_seed(5)
+    second = outcome(function, model, inputs)
+    assert max(errors(first, second).values()) == 0
+    check_streamed(backend.facts, True, {"causal"})

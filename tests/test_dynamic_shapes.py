@@ -1,0 +1,70 @@
+"""Promise one, when batch and length change between calls, and how often that compiles anew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import decoders, hf, layouts
+from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
+from tests.support.twins import batch, compiled, same_gradients, twins
+
+
+def test_other_lengths_do_not_recompile_each_time() -> None:
+    own, eager = twins()
+    function, backend = compiled(own)
+    for length in (13, 9, 21, 6, 30, 5):
+        own.zero_grad()
+        eager.zero_grad()
+        function(**batch(length=length)).backward()
+        eager(**batch(length=length)).backward()
+        same_gradients(own, eager, f"length {length}")
+    assert len(backend.compilations) == 2  # one for the first length, one for all others
+    check_streamed(backend.facts, True, {"causal"})
+
+
+@pytest.mark.parametrize(
+    "make", [decoders.Plain, decoders.Triangle, decoders.HalfRope, decoders.Window], ids=lambda m: m.__name__
+)
+def test_mark_dynamic(make: Callable[[], nn.Module]) -> None:
+    own, eager = twins(make)
+    function, backend = compiled(own)
+    for length in (13, 9, 21):
+        own.zero_grad()
+        eager.zero_grad()
+        inputs = batch(length=length)
+        for tensor in inputs.values():
+            torch._dynamo.mark_dynamic(tensor, 1)
+        function(**inputs).backward()
+        eager(**batch(length=length)).backward()
+        same_gradients(own, eager, f"length {length}")
+    assert len(backend.compilations) == 1
+    check_streamed(backend.facts, True, None)
+
+
+def test_batch_and_length_both_change() -> None:
+    own, eager = twins()
+    function, backend = compiled(own)
+    for rows, length in ((2, 13), (3, 9), (5, 21), (4, 4), (6, 6)):
+        own.zero_grad()
+        eager.zero_grad()
+        function(**batch(rows, length)).backward()
+        eager(**batch(rows, length)).backward()
+        same_gradients(own, eager, f"{rows} rows of {length}")
+    check_streamed(backend.facts, True, {"causal"})
+
+
+def test_dynamic_lengths_of_a_huggingface_model() -> None:
+    own = hf.made("llama")
+    eager = copy.deepcopy(own)
+    function, backend = compiled(own)
+    for length in (13, 9, 21, 7):
+        inputs = layouts.plain(layouts.tokens(hf.VOCABULARY, 2, length))
+        actual, truth = outcome(function, own, inputs), outcome(eager, eager, inputs)
+        assert_small(errors(actual, truth), TOLERANCE, f"length {length}")
+    assert len(backend.compilations) == 2
+    check_streamed(backend.facts, True, {"causal"})

@@ -1,0 +1,52 @@
+"""In low precision and under autocast, gradients are as near to the truth as eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import decoders
+from tests.support.exactness import check_streamed, outcome
+from tests.support.twins import batch, compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [decoders.Plain, decoders.Triangle], ids=["fused", "spelled"])
+def test_low_precision_is_as_near_to_the_truth_as_eager(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    low = decoders.made(make, dtype=dtype)
+    truth_model = copy.deepcopy(low).double()
+    truth = outcome(truth_model, truth_model, batch(2, 64))
+    eager_model = copy.deepcopy(low)
+    eager = outcome(eager_model, eager_model, batch(2, 64))
+    # chunks no smaller than a vector register: torch's CPU kernels round `rsqrt` and others twice in what is left over
+    function, backend = compiled(low, chunk_size=32, loss_chunk_size=32)
+    own = outcome(function, low, batch(2, 64))
+    check_streamed(backend.facts, True, {"causal"})
+    assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
+    assert all(g is not None and g.dtype == dtype for g in own.gradients.values())
+
+
+def distance(actual: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> float:
+    """Norm of all differences over norm of all gradients."""
+    pairs = [(actual[name], wanted) for name, wanted in truth.items() if wanted is not None]
+    difference = sum(float((one.double() - other).square().sum()) for one, other in pairs if one is not None)
+    total = sum(float(other.square().sum()) for _, other in pairs)
+    return float((difference / total) ** 0.5)
+
+
+def test_autocast() -> None:
+    """Weights in float32, products in bfloat16."""
+    model = decoders.made(decoders.Plain, dtype=torch.float32)
+    truth_model = copy.deepcopy(model).double()
+    truth = outcome(truth_model, truth_model, batch(2, 64))
+    eager_model = copy.deepcopy(model)
+    function, backend = compiled(model, chunk_size=16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = outcome(eager_model, eager_model, batch(2, 64))
+        own = outcome(function, model, batch(2, 64))
+    check_streamed(backend.facts, True, {"causal"})
+    assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
