@@ -280,7 +280,7 @@ def compare(
     """
     torch._dynamo.reset()
     truth = outcome(eager := copy.deepcopy(model), eager, inputs, reduce)
-    backend = recorder(chunk_size=chunk_size, loss_chunk_size=chunk_size, **options)
+    backend = recorder(**{"chunk_size": chunk_size, "loss_chunk_size": chunk_size, **options})
     own = copy.deepcopy(model)
     found = errors(outcome(torch.compile(own, backend=backend), own, inputs, reduce), truth)
     assert_small(found, tolerance, f"chunks of {chunk_size}")
