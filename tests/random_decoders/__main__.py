@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
+from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, draw, ingredients
 
 
@@ -47,29 +48,43 @@ class Statistics:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first decoder")
     parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
+    parser.add_argument("--show", action="store_true", help="only print the programs")
     arguments = parser.parse_args()
+    numbers = range(arguments.seed, arguments.seed + arguments.count)
+    if arguments.show:
+        for number in numbers:
+            print(program(draw(Random(number))))
+        return 0
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    statistics, failures = survey(numbers)
+    print(f"\n{statistics}")
+    for sort, found in failures.items():
+        print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
+        print(smallest(found[0][1], arguments.shrink), flush=True)
+    return 1 if failures else 0
+
+
+def survey(numbers: range) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
+    """Run decoders by their numbers; failures come back by sort."""
     statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
-    for number in range(arguments.seed, arguments.seed + arguments.count):
+    for done, number in enumerate(numbers, 1):
         decoder = draw(Random(number))
         try:
             statistics.add(decoder, run(decoder).facts, number)
         except WrongProgram:
             raise
         except Exception as error:
-            failures[sort_of(error)].append((number, Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])))
-        done, wrong = number + 1 - arguments.seed, sum(map(len, failures.values()))
-        each = (time.monotonic() - began) / done
-        sys.stderr.write(f"\r{done} of {arguments.count}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
-    print(f"\n{statistics}")
-    for sort, found in failures.items():
-        print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
-        print(smallest(found[0][1], arguments.shrink))
-    return 1 if failures else 0
+            failure = Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])
+            if failure.sort not in failures:
+                print(f"\n{number}: {failure.sort}", flush=True)
+            failures[failure.sort].append((number, failure))
+        wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
+        sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
+    return statistics, failures
 
 
 if __name__ == "__main__":

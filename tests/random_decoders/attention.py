@@ -69,7 +69,7 @@ def _position(w: Writer, layer: Layer, i: int) -> None:
     match layer.rotary:
         case "complex":
             w.line("turn = torch.polar(torch.ones_like(angle), angle)")
-            w.line(*(f"{n} = torch.view_as_complex({n}.reshape(*{n}.shape[:-1], -1, 2)) * turn" for n in "qk"))
+            w.line(*(f"{n} = torch.view_as_complex({n}.reshape(*{n}.shape[:-1], -1, 2).contiguous()) * turn" for n in "qk"))
             w.line(*(f"{n} = torch.view_as_real({n}).flatten(-2)" for n in "qk"))
         case "interleaved":
             w.line("cos, sin = angle.cos(), angle.sin()")

@@ -86,7 +86,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
 def _fed(w: Writer, layer: Layer, x: str, i: int, join: object) -> None:
     """The MLP, and where its result goes."""
     if layer.mlp != "none":
-        w.line(f"z = {x}", f"m = {_mlp(w, layer, i)}")
+        w.line(f"z = {x}")
+        w.line(f"m = {_mlp(w, layer, i)}")
         w.line(*join("m"))  # type: ignore[operator]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.random_decoders.blocks import block
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "bfloat16 autocast": 0.1}
-PROGRAM = '''\
+PROGRAM = """\
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,7 +23,6 @@ class Model(nn.Module):
 
     def forward(self, {arguments}):
         {lines}
-        return {result}
 
 
 torch.manual_seed({seed})
@@ -34,17 +35,23 @@ tolerance, reduce = {tolerance}, {reduce}
 
 
 def check():
-    from tests.support.exactness import compare, scalar_of
-
-    with torch.autocast("cpu", torch.bfloat16, enabled={autocast}):
-        with torch._dynamo.config.patch(assume_static_by_default={static}):
-            return compare(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance, streams=None, graphs=None)
+{check}
 
 
 if __name__ == "__main__":
     print(check().errors)
-'''
-NORM = '''
+"""
+COMPILED = """\
+    from tests.support.exactness import compare, scalar_of
+
+    with torch._dynamo.config.patch(assume_static_by_default={static}):
+        return compare(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance, streams=None, graphs=None)"""
+DIRECT = """\
+    from tests.random_decoders.direct import compare_directly
+    from tests.support.exactness import scalar_of
+
+    return compare_directly(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance)"""
+NORM = """
 
 class Norm(nn.Module):
     def __init__(self, width):
@@ -54,7 +61,7 @@ class Norm(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
-'''
+"""
 
 
 def program(decoder: Decoder) -> str:
@@ -64,37 +71,37 @@ def program(decoder: Decoder) -> str:
     for i, layer in enumerate(decoder.layers):
         block(w, layer, i)
     result = _result(w)
-    lines = _needed(w.lines)
+    lines = _needed([*w.lines, f"return {result}"])
     own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
     return PROGRAM.format(
         norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
         own=own or "pass",
         arguments=", ".join(w.inputs),
-        lines="\n        ".join(lines),
-        result=result,
+        lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),
         seed=decoder.seed,
         dtype="float64" if is_double else "float32",
         inputs=",\n    ".join(f'"{name}": {value}' for name, value in w.inputs.items()),
         options=_options(decoder),
         tolerance=TOLERANCES[decoder.precision],
         reduce="lambda results: results[0]" if decoder.outputs == "loss beside logits" else "None",
-        autocast=decoder.precision == "bfloat16 autocast",
-        static=not decoder.dynamic,
+        check=COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT,
     )
 
 
 def _needed(lines: list[str]) -> list[str]:
     """The lines without those that set up what the others never use."""
-    text = "\n".join(lines)
-    optional = {"at = ": "at", "aux = 0.0": "aux", "stream = None": "stream", "first_k, first_v = k, v": "first_k"}
+    optional = {"at = ": {"at"}, "aux = 0.0": {"aux"}, "stream = None": {"stream"}, "first_k, ": {"first_k", "first_v"}}
     kept = []
-    for line in lines:
-        name = next((name for start, name in optional.items() if line.startswith(start)), None)
-        uses = text.replace("first_k, first_v = k, v", "") if name == "first_k" else text.replace(line, "", 1)
-        words = "".join(char if char.isalnum() or char == "_" else " " for char in uses).split()
-        if name is None or name in words:
+    for number, line in enumerate(lines):
+        names = next((names for start, names in optional.items() if line.startswith(start)), None)
+        others = "\n".join([*lines[:number], *lines[number + 1 :]])
+        if names is None or names & set(re.findall(r"\w+", others)):
             kept.append(line)
     return kept
+
+
+def _under_autocast(lines: list[str]) -> list[str]:
+    return ["with torch.autocast('cpu', torch.bfloat16):", *(f"    {line}" for line in lines)]
 
 
 def _embed(w: Writer) -> None:

@@ -22,7 +22,9 @@ def choice(*values: Any, rare: bool = False) -> Any:
 class Layer:
     """One block: attention, what stands before it, the MLP, and how they are wired."""
 
-    core: str = choice("causal", "boolean", "biased", "matmul", "einsum", "differential", "retention", "linear", "sigmoid", "none")
+    core: str = choice(
+        "causal", "boolean", "biased", "matmul", "einsum", "differential", "retention", "linear", "sigmoid", "none"
+    )
     mask: str = choice(
         *("arange", "tril", "triu", "buffer", "window", "chunked", "prefix", "strided", "padding", "packed", "band"),
         *("future", "none"),
@@ -72,6 +74,7 @@ class Decoder:
     also: int = choice(2, 1, 3, 4, 5, 6)
     save: str = choice("inputs", "attention", "auto")
     accumulate: str = choice("float32", "same")
+    compiled: bool = choice(False, True, rare=True)
     lazy: bool = choice(False, True, rare=True)
     dynamic: bool = choice(False, True, rare=True)
     precision: str = choice("float64", "float32", "bfloat16 autocast", rare=True)
@@ -105,6 +108,8 @@ def sensible(decoder: Decoder) -> Decoder:
     """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
     if decoder.layout == "unbatched":
         decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
+    if not decoder.compiled:
+        decoder = replace(decoder, lazy=False, dynamic=False)
     if decoder.length == 1 and decoder.loss in ("shifted", "shifted labels"):
         decoder = replace(decoder, loss="mean")
     if decoder.outputs in ("logits", "hidden"):
