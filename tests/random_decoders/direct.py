@@ -19,7 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from streamfx.options import resolved
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.torch_private import get_decompositions
-from tests.support.exactness import Recorded, Recorder, Reduce, Report, assert_small, call, leaves, scalar_of, value_errors
+from tests.support.exactness import NOISE, Recorded, Recorder, Reduce, Report, assert_small, call, leaves, scalar_of, value_errors
 
 
 def compare_directly(
@@ -50,7 +50,7 @@ def compare_directly(
     for rows in (None, *also) if facts.program is not None else ():
         for loop in facts.program.loops:
             loop.spec = replace(loop.spec, chunk_size=rows or loop.spec.chunk_size)
-        found = value_errors(recorded.streamed_values(facts.program), truth, len(outputs))
+        found = value_errors(recorded.streamed_values(facts.program), truth, len(outputs), max(tolerance, NOISE))
         assert_small(found, tolerance, f"chunks of {rows or chunk_size}")
     return Report(found, Recorder(recorded.options, [recorded]))
 

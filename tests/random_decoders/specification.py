@@ -108,6 +108,8 @@ def sensible(decoder: Decoder) -> Decoder:
     """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
     if decoder.layout == "unbatched":
         decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
+    if decoder.precision == "bfloat16 autocast":
+        decoder = replace(decoder, compiled=False)
     if not decoder.compiled:
         decoder = replace(decoder, lazy=False, dynamic=False)
     if decoder.length == 1 and decoder.loss in ("shifted", "shifted labels"):
