@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
+from streamfx.constants import watched_inputs
 from streamfx.options import resolved
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.torch_private import get_decompositions
@@ -41,6 +42,8 @@ def compare_directly(
     own = {**options, "outputs": "dense", "chunk_size": chunk_size, "loss_chunk_size": loss_chunk_size}
     recorded = Recorded(None, resolved(own))  # type: ignore[arg-type]
     recorded.primals, recorded.tangents = [item.detach() for item in primals], tangents
+    recorded.num_inputs = len(primals)
+    recorded.watched = watched_inputs(recorded.primals, [True] * (len(primals) - len(inputs)) + [False] * len(inputs))
     truth = joint(primals, tangents)
     recorded.joint = functional(traced(joint, primals, tangents))
     recorded.joint_arguments = (len(primals), len(outputs), tuple(range(len(primals) - len(inputs))))
