@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
 from tests.random_decoders.program import program
-from tests.random_decoders.specification import Decoder, draw, ingredients
+from tests.random_decoders.specification import Decoder, draw, ingredients, sensible
 
 
 class Statistics:
@@ -50,17 +51,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first decoder")
     parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
+    parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
     parser.add_argument("--show", action="store_true", help="only print the programs")
     arguments = parser.parse_args()
     numbers = range(arguments.seed, arguments.seed + arguments.count)
     if arguments.show:
         for number in numbers:
-            print(program(draw(Random(number))))
+            print(program(numbered(number, arguments.compiled)))
         return 0
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    statistics, failures = survey(numbers)
+    statistics, failures = survey(numbers, arguments.compiled)
     print(f"\n{statistics}")
     for sort, found in failures.items():
         print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
@@ -68,11 +70,20 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def survey(numbers: range) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
+def numbered(number: int, is_compiled: bool) -> Decoder:
+    """A decoder by its number; compiled ones have dynamic shapes and lazy outputs often."""
+    random = Random(number)
+    decoder = draw(random)
+    if not is_compiled:
+        return decoder
+    return sensible(replace(decoder, compiled=True, dynamic=random.random() < 0.4, lazy=random.random() < 0.4))
+
+
+def survey(numbers: range, all_compiled: bool) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
     """Run decoders by their numbers; failures come back by sort."""
     statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
     for done, number in enumerate(numbers, 1):
-        decoder = draw(Random(number))
+        decoder = numbered(number, all_compiled)
         try:
             statistics.add(decoder, run(decoder).facts, number)
         except WrongProgram:

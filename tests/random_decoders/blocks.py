@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from tests.random_decoders.attention import attend
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
 EXPERTS, CHOSEN = 3, 2
+Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
 
 
 def block(w: Writer, layer: Layer, i: int) -> None:
@@ -17,49 +21,49 @@ def block(w: Writer, layer: Layer, i: int) -> None:
         w.line("skip = x")
     match layer.wiring:
         case "pre":
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"x = x + {y}"])
-            _fed(w, layer, f"{other}(x)", i, lambda y: [f"x = x + {y}"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
         case "post":
-            _mixed(w, layer, "x", i, lambda y: [f"x = {norm}(x + {y})"])
-            _fed(w, layer, "x", i, lambda y: [f"x = {other}(x + {y})"])
+            _mixed(w, layer, "x", i, lambda y: f"x = {norm}(x + {y})")
+            _fed(w, layer, "x", i, lambda y: f"x = {other}(x + {y})")
         case "sandwich":
             third = w.norm(layer.norm, f"third{i}", w.decoder.width)
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"x = x + {third}({y})"])
-            _fed(w, layer, f"{other}(x)", i, lambda y: [f"x = x + {third}({y})"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {third}({y})")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {third}({y})")
         case "parallel":
             w.line("h = x")
-            _mixed(w, layer, f"{norm}(h)", i, lambda y: [f"x = x + {y}"])
-            _fed(w, layer, f"{norm}(h)", i, lambda y: [f"x = x + {y}"])
+            _mixed(w, layer, f"{norm}(h)", i, lambda y: f"x = x + {y}")
+            _fed(w, layer, f"{norm}(h)", i, lambda y: f"x = x + {y}")
         case "scaled":
             scale = w.parameter(f"scale{i}", w.decoder.width)
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"x = x + {scale} * {y}"])
-            _fed(w, layer, f"{other}(x)", i, lambda y: [f"x = x + {scale} * {y}"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {scale} * {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {scale} * {y}")
         case "streams":
             w.line("stream = stream if stream is not None else x")
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"stream = stream + {y}"])
-            _fed(w, layer, f"{other}(stream)", i, lambda y: [f"x = x + {y}"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"stream = stream + {y}")
+            _fed(w, layer, f"{other}(stream)", i, lambda y: f"x = x + {y}")
         case "gated":
             gate = w.linear(f"gate{i}", w.decoder.width, 1)
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"x = x + torch.sigmoid({gate}(x)) * {y}"])
-            _fed(w, layer, f"{other}(x)", i, lambda y: [f"x = x + {y}"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + torch.sigmoid({gate}(x)) * {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
         case "mixed streams":
             w.line("h = torch.stack((x, 0.5 * x), -2)", f"x = ({w.parameter(f'read{i}', 2, 1)} * h).sum(-2)")
-            _mixed(w, layer, f"{norm}(x)", i, lambda y: [f"h = h + {w.parameter(f'write{i}', 2, 1)} * {y}.unsqueeze(-2)"])
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"h = h + {w.parameter(f'write{i}', 2, 1)} * {y}.unsqueeze(-2)")
             w.line("x = h.mean(-2)")
-            _fed(w, layer, f"{other}(x)", i, lambda y: [f"x = x + {y}"])
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
     if w.decoder.skips and i + 1 == len(w.decoder.layers):
         w.line("x = x + 0.5 * skip")
 
 
-def _mixed(w: Writer, layer: Layer, x: str, i: int, join: object) -> None:
+def _mixed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
     """The halves of a block that look along the sequence."""
     w.line(f"z = {x}")
     _mix(w, layer, i)
     if layer.core != "none":
         attend(w, layer, "z", i)
-        w.line(*join("y"))  # type: ignore[operator]
+        w.line(join("y"))
     elif layer.mixer != "none":
-        w.line(*join("z"))  # type: ignore[operator]
+        w.line(join("z"))
 
 
 def _mix(w: Writer, layer: Layer, i: int) -> None:
@@ -83,12 +87,12 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             w.line(f"z = z + z.cumsum({time}) / (at + 1).view(t{shape})")
 
 
-def _fed(w: Writer, layer: Layer, x: str, i: int, join: object) -> None:
+def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
     """The MLP, and where its result goes."""
     if layer.mlp != "none":
         w.line(f"z = {x}")
         w.line(f"m = {_mlp(w, layer, i)}")
-        w.line(*join("m"))  # type: ignore[operator]
+        w.line(join("m"))
 
 
 def _mlp(w: Writer, layer: Layer, i: int) -> str:

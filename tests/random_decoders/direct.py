@@ -44,7 +44,7 @@ def compare_directly(
     recorded.primals, recorded.tangents = [item.detach() for item in primals], tangents
     recorded.num_inputs = len(primals)
     recorded.watched = watched_inputs(recorded.primals, [True] * (len(primals) - len(inputs)) + [False] * len(inputs))
-    truth = joint(primals, tangents)
+    truth = [None if item is None else item.detach() for item in joint(primals, tangents)]
     recorded.joint = functional(traced(joint, primals, tangents))
     recorded.joint_arguments = (len(primals), len(outputs), tuple(range(len(primals) - len(inputs))))
     facts = recorded.facts_for(recorded.options)
@@ -92,8 +92,8 @@ def functional(module: fx.GraphModule) -> fx.GraphModule:
         assert isinstance(written.target, torch._ops.OpOverload)
         assert all(argument.alias_info is None for argument in written.target._schema.arguments), written
         node.target = getattr(getattr(torch.ops.aten, packet), overload)
-        later = {user for user in written.users if user > node}
-        written.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+        for later in [user for user in written.users if user > node]:
+            later.replace_input_with(written, node)
     module.recompile()
     return module
 
@@ -102,4 +102,4 @@ def traced(joint: Callable[..., Any], primals: list[Tensor], tangents: list[Tens
     """The graph of `joint` with values of one fake mode, as AOTAutograd's; tracing real tensors makes a mode for each."""
     mode = FakeTensorMode(allow_fallback_kernels=True)
     with patch.object(proxy_tensor, "FakeTensorMode", lambda **_: mode):
-        return proxy_tensor.make_fx(joint, get_decompositions(TAKEN_APART))(primals, tangents)
+        return proxy_tensor.make_fx(joint, {**get_decompositions(TAKEN_APART)})(primals, tangents)  # type: ignore[dict-item]
