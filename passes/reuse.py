@@ -52,7 +52,9 @@ def _stacked_by(source: fx.Node, module: fx.GraphModule) -> Stacked | None:
 
 
 def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether result number `position` has the rows, shape and type of argument `index`, and no other result is a view of it."""
+    """Whether result number `position` has the rows, shape and type of argument `index`, and no result is a view of that: it
+    would be read, in another order, while it is overwritten.
+    """
     item, made = spec.yields[position], _stacked_by(source, module)
     assert isinstance(item, Stacked)
     if made is None or (made.shape, made.dtype, made.placement) != (item.shape, item.dtype, item.placement):
@@ -62,8 +64,7 @@ def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx
     feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
     by_rows = all(isinstance(feed, Part) and feed.where == ((item.placement, None),) for feed in feeds)
     outputs = spec.body.graph.output_node().args[0]
-    others = (output for i, output in enumerate(outputs) if i != position)  # type: ignore[arg-type,union-attr]
-    return by_rows and not any(_origin(output) in own for output in others)
+    return by_rows and not any(_origin(output) in own for output in outputs)  # type: ignore[arg-type,union-attr]
 
 
 def _origin(node: fx.Node) -> fx.Node:

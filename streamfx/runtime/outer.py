@@ -9,12 +9,19 @@ from torch import fx
 
 from streamfx.errors import StaleGraph
 
+aten = torch.ops.aten
+COPIES_WHERE_NEEDED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
-class _Interpreter(fx.Interpreter):
+
+class OuterInterpreter(fx.Interpreter):
     """Calls loops as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(target).forward(*args, **kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Views copy where they have to: kernels may lay a result out in another way than their fake counterparts promised."""
+        return super().call_function(COPIES_WHERE_NEEDED.get(target, target), args, kwargs)
 
 
 class OuterRunner:
@@ -24,7 +31,7 @@ class OuterRunner:
         self.module = module
         self._checks_gradients = checks_gradients
         self._flags: tuple[bool, ...] | None = None
-        self._interpreter = _Interpreter(module)
+        self._interpreter = OuterInterpreter(module)
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:

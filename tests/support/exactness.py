@@ -25,7 +25,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
-from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.outer import OuterInterpreter, OuterRunner
 
 TOLERANCE = 1e-12
 NOISE = 1e-3  # gradients below this share of all gradients are rounding: their error counts relative to that share
@@ -118,10 +118,12 @@ def errors(actual: Outcome, truth: Outcome) -> dict[str, float]:
     return found | gradient_errors(actual.gradients, truth.gradients)
 
 
-def gradient_errors(actual: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None]) -> dict[str, float]:
+def gradient_errors(
+    actual: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None], noise: float = NOISE
+) -> dict[str, float]:
     assert actual.keys() == truth.keys(), (list(actual), list(truth))
     squares = [float(torch.nan_to_num(g).double().square().sum()) for g in truth.values() if g is not None]
-    floor = NOISE * math.sqrt(sum(squares))
+    floor = noise * math.sqrt(sum(squares))
     found: dict[str, float] = {}
     for name, wanted in truth.items():
         got = actual[name]
@@ -201,7 +203,7 @@ class Recorded(Compilation):
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
         assert self.joint is not None and self.primals is not None and self.tangents is not None
         with torch.no_grad():
-            return leaves(fx.Interpreter(self.joint).run(self.primals, self.tangents))
+            return leaves(OuterInterpreter(self.joint).run(self.primals, self.tangents))
 
     def streamed_values(self, program: Program) -> list[Any]:
         """Outputs and gradients by a rewritten program."""
@@ -280,7 +282,7 @@ def compare(
     """
     torch._dynamo.reset()
     truth = outcome(eager := copy.deepcopy(model), eager, inputs, reduce)
-    backend = recorder(chunk_size=chunk_size, loss_chunk_size=chunk_size, **options)
+    backend = recorder(**{"chunk_size": chunk_size, "loss_chunk_size": chunk_size, **options})
     own = copy.deepcopy(model)
     found = errors(outcome(torch.compile(own, backend=backend), own, inputs, reduce), truth)
     assert_small(found, tolerance, f"chunks of {chunk_size}")
@@ -318,12 +320,12 @@ def compare_replayed(backend: Recorder, chunk_size: int, tolerance: float, optio
         assert_small(value_errors(actual, truth, recorded.joint_arguments[1]), tolerance, f"chunks of {chunk_size}, replayed")
 
 
-def value_errors(actual: Sequence[Any], truth: Sequence[Any], num_outputs: int) -> dict[str, float]:
+def value_errors(actual: Sequence[Any], truth: Sequence[Any], num_outputs: int, noise: float = NOISE) -> dict[str, float]:
     """Errors of the flat results of a joint graph: outputs first, then gradients."""
     assert len(actual) == len(truth)
     named = {f"gradient {i}": item for i, item in enumerate(truth[num_outputs:])}
     got = {f"gradient {i}": item for i, item in enumerate(actual[num_outputs:])}
-    found = gradient_errors(got, named)
+    found = gradient_errors(got, named, noise)
     for i, (one, other) in enumerate(zip(actual[:num_outputs], truth[:num_outputs], strict=True)):
         if isinstance(other, Tensor):
             found[f"output {i}"] = relative_error(one, other)

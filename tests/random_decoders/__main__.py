@@ -1,0 +1,102 @@
+"""python -m tests.random_decoders --count 5000 --seed 0: how many random decoders are exact, and the smallest that are not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
+from tests.random_decoders.program import program
+from tests.random_decoders.specification import Decoder, draw, ingredients, sensible
+
+
+class Statistics:
+    """Why parts of decoders ran whole, and with which ingredients."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        self.whole: Counter[Any] = Counter()
+        self.drawn: Counter[Any] = Counter()
+        self.examples: dict[str, int] = {}
+
+    def add(self, decoder: Decoder, facts: Any, number: int) -> None:
+        reasons = {reason for one in facts for reason in one.reasons()}
+        reasons |= {"no sequence was found" for one in facts if one.program is None}
+        self.reasons.update(reasons)
+        for reason in reasons:
+            self.examples.setdefault(reason, number)
+        own = set(ingredients(decoder))
+        self.drawn.update(own)
+        if reasons:
+            self.whole.update(own)
+
+    def __str__(self) -> str:
+        lines = [f"{count:6} x {reason} (e.g. {self.examples[reason]})" for reason, count in self.reasons.most_common()]
+        shares = sorted(((self.whole[item] / count, item) for item, count in self.drawn.items()), key=lambda pair: -pair[0])
+        lines += [f"{share:6.0%} of those with {name}={value} ran whole in part" for share, (name, value) in shares[:15]]
+        return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first decoder")
+    parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
+    parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
+    parser.add_argument("--show", action="store_true", help="only print the programs")
+    arguments = parser.parse_args()
+    numbers = range(arguments.seed, arguments.seed + arguments.count)
+    if arguments.show:
+        for number in numbers:
+            print(program(numbered(number, arguments.compiled)))
+        return 0
+    torch.set_num_threads(1)
+    logging.getLogger("streamfx").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    statistics, failures = survey(numbers, arguments.compiled)
+    print(f"\n{statistics}")
+    for sort, found in failures.items():
+        print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
+        print(smallest(found[0][1], arguments.shrink), flush=True)
+    return 1 if failures else 0
+
+
+def numbered(number: int, is_compiled: bool) -> Decoder:
+    """A decoder by its number; compiled ones have dynamic shapes and lazy outputs often."""
+    random = Random(number)
+    decoder = draw(random)
+    if not is_compiled:
+        return decoder
+    return sensible(replace(decoder, compiled=True, dynamic=random.random() < 0.4, lazy=random.random() < 0.4))
+
+
+def survey(numbers: range, all_compiled: bool) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
+    """Run decoders by their numbers; failures come back by sort."""
+    statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
+    for done, number in enumerate(numbers, 1):
+        decoder = numbered(number, all_compiled)
+        try:
+            statistics.add(decoder, run(decoder).facts, number)
+        except WrongProgram:
+            raise
+        except Exception as error:
+            failure = Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])
+            if failure.sort not in failures:
+                print(f"\n{number}: {failure.sort}", flush=True)
+            failures[failure.sort].append((number, failure))
+        wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
+        sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
+    return statistics, failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""MLPs, mixers along the sequence, and how a block is wired, as lines of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tests.random_decoders.attention import attend
+from tests.random_decoders.specification import Layer
+from tests.random_decoders.writer import Writer
+
+EXPERTS, CHOSEN = 3, 2
+Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
+
+
+def block(w: Writer, layer: Layer, i: int) -> None:
+    """Write one block, from `x` to `x`."""
+    before, after = (f"{name}{i}" for name in ("before", "after"))
+    norm, other = (w.norm(layer.norm, name, w.decoder.width) for name in (before, after))
+    if w.decoder.skips and i == 0:
+        w.line("skip = x")
+    match layer.wiring:
+        case "pre":
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
+        case "post":
+            _mixed(w, layer, "x", i, lambda y: f"x = {norm}(x + {y})")
+            _fed(w, layer, "x", i, lambda y: f"x = {other}(x + {y})")
+        case "sandwich":
+            third = w.norm(layer.norm, f"third{i}", w.decoder.width)
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {third}({y})")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {third}({y})")
+        case "parallel":
+            w.line("h = x")
+            _mixed(w, layer, f"{norm}(h)", i, lambda y: f"x = x + {y}")
+            _fed(w, layer, f"{norm}(h)", i, lambda y: f"x = x + {y}")
+        case "scaled":
+            scale = w.parameter(f"scale{i}", w.decoder.width)
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + {scale} * {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {scale} * {y}")
+        case "streams":
+            w.line("stream = stream if stream is not None else x")
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"stream = stream + {y}")
+            _fed(w, layer, f"{other}(stream)", i, lambda y: f"x = x + {y}")
+        case "gated":
+            gate = w.linear(f"gate{i}", w.decoder.width, 1)
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"x = x + torch.sigmoid({gate}(x)) * {y}")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
+        case "mixed streams":
+            w.line("h = torch.stack((x, 0.5 * x), -2)", f"x = ({w.parameter(f'read{i}', 2, 1)} * h).sum(-2)")
+            _mixed(w, layer, f"{norm}(x)", i, lambda y: f"h = h + {w.parameter(f'write{i}', 2, 1)} * {y}.unsqueeze(-2)")
+            w.line("x = h.mean(-2)")
+            _fed(w, layer, f"{other}(x)", i, lambda y: f"x = x + {y}")
+    if w.decoder.skips and i + 1 == len(w.decoder.layers):
+        w.line("x = x + 0.5 * skip")
+
+
+def _mixed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
+    """The halves of a block that look along the sequence."""
+    w.line(f"z = {x}")
+    _mix(w, layer, i)
+    if layer.core != "none":
+        attend(w, layer, "z", i)
+        w.line(join("y"))
+    elif layer.mixer != "none":
+        w.line(join("z"))
+
+
+def _mix(w: Writer, layer: Layer, i: int) -> None:
+    """What mixes `z` with the rows before it."""
+    time, d = w.layout.time, w.decoder.width
+    match layer.mixer:
+        case "shift":
+            w.line(f"past = torch.cat((torch.zeros_like({w.layout.cut('z', ':1')}), {w.layout.cut('z', ':-1')}), {time})")
+            w.line(f"z = z + {w.parameter(f'shift{i}', d)} * (past - z)")
+        case "convolution":
+            w.own.append(f"self.conv{i} = nn.Conv1d({d}, {d}, 3, groups={d}, padding=2)")
+            there, back = {
+                "time first": ("z.permute(1, 2, 0)", ".permute(2, 0, 1)"),
+                "unbatched": ("z.t()[None]", "[0].t()"),
+            }.get(w.decoder.layout, ("z.transpose(1, 2)", ".transpose(1, 2)"))
+            w.line(f"z = F.silu(self.conv{i}({there})[..., :t]){back}")
+        case "cumulative sum":
+            w.line(f"z = z.cumsum({time}) * 0.5")
+        case "cumulative mean":
+            shape = ", 1" * (2 if w.decoder.layout == "time first" else 1)
+            w.line(f"z = z + z.cumsum({time}) / (at + 1).view(t{shape})")
+
+
+def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
+    """The MLP, and where its result goes."""
+    if layer.mlp != "none":
+        w.line(f"z = {x}")
+        w.line(f"m = {_mlp(w, layer, i)}")
+        w.line(join("m"))
+
+
+def _mlp(w: Writer, layer: Layer, i: int) -> str:
+    """An MLP of `z`, as an expression."""
+    d, wide = w.decoder.width, w.decoder.width + 1
+    down = w.linear(f"down_mlp{i}", wide, d, bias=layer.mlp == "plain") if "experts" not in layer.mlp else ""
+    match layer.mlp:
+        case "plain":
+            return f"{down}(F.gelu({w.linear(f'up_mlp{i}', d, wide, bias=True)}(z)))"
+        case "gated":
+            return f"{down}(F.silu({w.linear(f'gate_mlp{i}', d, wide)}(z)) * {w.linear(f'up_mlp{i}', d, wide)}(z))"
+        case "fused":
+            w.line(f"left, right = {w.linear(f'up_mlp{i}', d, 2 * wide)}(z).chunk(2, dim=-1)")
+            return f"{down}(F.gelu(left, approximate='tanh') * right)"
+        case "squared":
+            return f"{down}(F.relu({w.linear(f'up_mlp{i}', d, wide)}(z)).square())"
+        case _:
+            return _experts(w, layer, i)
+
+
+def _experts(w: Writer, layer: Layer, i: int) -> str:
+    d, tokens = w.decoder.width, "(0,)" if w.decoder.layout == "unbatched" else "(0, 1)"
+    w.line(f"p = torch.softmax({w.linear(f'router{i}', d, EXPERTS)}(z), -1)", "chosen = p")
+    if layer.mlp == "top experts":
+        w.line(f"top, index = p.topk({CHOSEN}, dim=-1)", "chosen = torch.zeros_like(p).scatter(-1, index, top)")
+    w.line(f"aux = aux + {EXPERTS} * (p.mean({tokens}) * (chosen > 0.3).to(p.dtype).mean({tokens})).sum()")
+    w.line(f"each = F.silu(torch.einsum('...d,nde->...ne', z, {w.parameter(f'experts{i}', EXPERTS, d, d)}))")
+    return "(each * chosen.unsqueeze(-1)).sum(-2)"

@@ -1,0 +1,83 @@
+"""Runs the program of a random decoder, and says what went wrong."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from tests.random_decoders.program import program
+from tests.random_decoders.specification import Decoder, shrunk
+from tests.support.exactness import Report
+
+
+class WrongProgram(Exception):
+    """The program does not even run eagerly: a mistake of the generator."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A decoder whose program is not exact, with the sort of failure: shrinking keeps to one sort."""
+
+    decoder: Decoder
+    sort: str
+    message: str
+
+    def __str__(self) -> str:
+        text = program(self.decoder)
+        return f"{self.message}\n\n# {self.decoder}\n{'-' * 100}\n{text}{'-' * 100}"
+
+
+def run(decoder: Decoder) -> Report:
+    """Execute the program and compare with eager; raises where they differ."""
+    names: dict[str, Any] = {"__name__": "random_decoder"}
+    exec(compile(program(decoder), "<random decoder>", "exec"), names)
+    try:
+        names["model"](**names["inputs"])
+    except Exception as error:
+        raise WrongProgram(f"{decoder}\n{program(decoder)}") from error
+    report: Report = names["check"]()
+    return report
+
+
+def failure_of(decoder: Decoder) -> Failure | None:
+    """What is wrong with a decoder; None if nothing is."""
+    try:
+        run(decoder)
+    except WrongProgram:
+        raise
+    except Exception as error:
+        return Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])
+    return None
+
+
+def sort_of(error: Exception) -> str:
+    """Errors are alike where they have the same type and come from the same line, whatever names and numbers they mention."""
+    text = str(error)
+    where = ""
+    if not isinstance(error, AssertionError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.name}"
+    found = re.search(r"analysis failed: \['(\w+: [^']*)", text)
+    if found is None and "differ from eager" in text:
+        return "not exact"
+    words = found.group(1) if found else text.split("\n")[0]
+    return f"{type(error).__name__} {where} {re.sub(r'[0-9]+|_[a-z0-9_]+', '', words)[:80]}"
+
+
+def smallest(failure: Failure, tries: int = 150) -> Failure:
+    """The simplest failure of the same sort."""
+    found = {failure.decoder: failure}
+
+    def fails(other: Decoder) -> bool:
+        try:
+            own = failure_of(other)
+        except WrongProgram:
+            return False
+        if own is not None and own.sort == failure.sort:
+            found[other] = own
+            return True
+        return False
+
+    return found[shrunk(failure.decoder, fails, tries)]

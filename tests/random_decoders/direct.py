@@ -1,0 +1,105 @@
+"""Tracing without Dynamo and AOTAutograd, for thousands of decoders: the joint graph straight from autograd.
+
+The graph is that of AOTAutograd but for its metadata: forward and backward in ATen operators, primals (parameters, float
+inputs) and tangents as inputs. Every chunk size is then compared with eager's outputs and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+
+from streamfx.constants import watched_inputs
+from streamfx.options import resolved
+from streamfx.passes.rules import TAKEN_APART
+from streamfx.torch_private import get_decompositions
+from tests.support.exactness import NOISE, Recorded, Recorder, Reduce, Report, assert_small, call, leaves, scalar_of, value_errors
+
+
+def compare_directly(
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    *,
+    chunk_size: int,
+    loss_chunk_size: int,
+    also: Iterable[int],
+    tolerance: float,
+    reduce: Reduce = scalar_of,
+    **options: Any,
+) -> Report:
+    """Assert that the rewritten joint graph has eager's outputs and gradients."""
+    primals = [*model.parameters(), *model.buffers(), *inputs.values()]
+    outputs = [item.detach() for item in leaves(call(model, inputs))]
+    tangents = tangents_of(reduce, call(model, inputs))
+    joint = joint_of(model, inputs)
+    own = {**options, "outputs": "dense", "chunk_size": chunk_size, "loss_chunk_size": loss_chunk_size}
+    recorded = Recorded(None, resolved(own))  # type: ignore[arg-type]
+    recorded.primals, recorded.tangents = [item.detach() for item in primals], tangents
+    recorded.num_inputs = len(primals)
+    recorded.watched = watched_inputs(recorded.primals, [True] * (len(primals) - len(inputs)) + [False] * len(inputs))
+    truth = [None if item is None else item.detach() for item in joint(primals, tangents)]
+    recorded.joint = functional(traced(joint, primals, tangents))
+    recorded.joint_arguments = (len(primals), len(outputs), tuple(range(len(primals) - len(inputs))))
+    facts = recorded.facts_for(recorded.options)
+    recorded.facts.append(facts)
+    found: dict[str, float] = {}
+    for rows in (None, *also) if facts.program is not None else ():
+        for loop in facts.program.loops:
+            loop.spec = replace(loop.spec, chunk_size=rows or loop.spec.chunk_size)
+        found = value_errors(recorded.streamed_values(facts.program), truth, len(outputs), max(tolerance, NOISE))
+        assert_small(found, tolerance, f"chunks of {rows or chunk_size}")
+    return Report(found, Recorder(recorded.options, [recorded]))
+
+
+def tangents_of(reduce: Reduce, results: Any) -> list[Tensor]:
+    """The gradient of what is differentiated, by each result."""
+    flat = leaves(results)
+    gradients = torch.autograd.grad(reduce(results), flat, allow_unused=True)
+    return [torch.zeros_like(item) if own is None else own for item, own in zip(flat, gradients, strict=True)]
+
+
+def joint_of(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[list[Tensor], list[Tensor]], list[Any]]:
+    """Primals and tangents to outputs and one gradient, or None, per primal."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
+        state = dict(zip(names, primals, strict=False))
+        given = dict(zip(inputs, primals[len(names) :], strict=True))
+        flat = leaves(torch.func.functional_call(model, state, (), given))
+        wanted = [primal for primal in primals if primal.requires_grad]
+        gradients = iter(torch.autograd.grad(flat, wanted, tangents, allow_unused=True))
+        return [*flat, *(next(gradients) if primal.requires_grad else None for primal in primals)]
+
+    return joint
+
+
+def functional(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace operators that write into a fresh tensor by those that make another one."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        packet, overload = str(node.target).removeprefix("aten.").split("_.")
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        assert isinstance(written.target, torch._ops.OpOverload)
+        assert all(argument.alias_info is None for argument in written.target._schema.arguments), written
+        node.target = getattr(getattr(torch.ops.aten, packet), overload)
+        for later in [user for user in written.users if user > node]:
+            later.replace_input_with(written, node)
+    module.recompile()
+    return module
+
+
+def traced(joint: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor]) -> fx.GraphModule:
+    """The graph of `joint` with values of one fake mode, as AOTAutograd's; tracing real tensors makes a mode for each."""
+    mode = FakeTensorMode(allow_fallback_kernels=True)
+    with patch.object(proxy_tensor, "FakeTensorMode", lambda **_: mode):
+        return proxy_tensor.make_fx(joint, {**get_decompositions(TAKEN_APART)})(primals, tangents)  # type: ignore[dict-item]

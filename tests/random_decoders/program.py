@@ -1,0 +1,154 @@
+"""A decoder as the text of a program, which defines a model, its inputs and its options, and can be pasted and run."""
+
+from __future__ import annotations
+
+import re
+
+from tests.random_decoders.blocks import block
+from tests.random_decoders.losses import head, loss
+from tests.random_decoders.specification import Decoder
+from tests.random_decoders.writer import Writer
+
+TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "bfloat16 autocast": 0.1}
+PROGRAM = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+{norm}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {own}
+
+    def forward(self, {arguments}):
+        {lines}
+
+
+torch.manual_seed({seed})
+model = Model().to(torch.{dtype})
+inputs = {{
+    {inputs},
+}}
+options = {options}
+tolerance, reduce = {tolerance}, {reduce}
+
+
+def check():
+{check}
+
+
+if __name__ == "__main__":
+    print(check().errors)
+"""
+COMPILED = """\
+    from tests.support.exactness import compare, scalar_of
+
+    with torch._dynamo.config.patch(assume_static_by_default={static}):
+        return compare(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance, streams=None, graphs=None)"""
+DIRECT = """\
+    from tests.random_decoders.direct import compare_directly
+    from tests.support.exactness import scalar_of
+
+    return compare_directly(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance)"""
+NORM = """
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+"""
+
+
+def program(decoder: Decoder) -> str:
+    """The whole text."""
+    w = Writer(decoder)
+    _embed(w)
+    for i, layer in enumerate(decoder.layers):
+        block(w, layer, i)
+    result = _result(w)
+    lines = _needed([*w.lines, f"return {result}"])
+    own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
+    return PROGRAM.format(
+        norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
+        own=own or "pass",
+        arguments=", ".join(w.inputs),
+        lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),
+        seed=decoder.seed,
+        dtype="float64" if is_double else "float32",
+        inputs=",\n    ".join(f'"{name}": {value}' for name, value in w.inputs.items()),
+        options=_options(decoder),
+        tolerance=TOLERANCES[decoder.precision],
+        reduce="lambda results: results[0]" if decoder.outputs == "loss beside logits" else "None",
+        check=COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT,
+    )
+
+
+def _needed(lines: list[str]) -> list[str]:
+    """The lines without those that set up what the others never use."""
+    optional = {"at = ": {"at"}, "aux = 0.0": {"aux"}, "stream = None": {"stream"}, "first_k, ": {"first_k", "first_v"}}
+    kept = []
+    for number, line in enumerate(lines):
+        names = next((names for start, names in optional.items() if line.startswith(start)), None)
+        others = "\n".join([*lines[:number], *lines[number + 1 :]])
+        if names is None or names & set(re.findall(r"\w+", others)):
+            kept.append(line)
+    return kept
+
+
+def _under_autocast(lines: list[str]) -> list[str]:
+    return ["with torch.autocast('cpu', torch.bfloat16):", *(f"    {line}" for line in lines)]
+
+
+def _embed(w: Writer) -> None:
+    """Inputs, sizes, and the first `x`."""
+    d, v, decoder = w.decoder.width, w.decoder.vocabulary, w.decoder
+    sizes = w.layout.sizes.replace("b", str(decoder.batch)).replace("t", str(decoder.length))
+    if decoder.embedding == "given":
+        kind = "float64" if decoder.precision == "float64" else "float32"
+        w.inputs["embeds"] = f"torch.randn({sizes}, {d}, dtype=torch.{kind}, requires_grad=True)"
+    else:
+        w.inputs["ids"] = f"torch.randint({v}, ({sizes},))"
+    w.inputs["labels"] = f"torch.randint({v}, ({sizes},))"
+    w.line("t = labels.shape[0]" if decoder.layout == "unbatched" else f"{w.layout.sizes} = labels.shape")
+    w.line("at = torch.arange(t)", "aux = 0.0", "stream = None")
+    if decoder.embedding == "given":
+        w.line("x = embeds")
+        return
+    w.line(f"x = {w.embedding('embed', v, d)}(ids)")
+    if decoder.embedding == "positions":
+        extra = "[:, None]" if decoder.layout == "time first" else ""
+        w.line(f"x = x + {w.embedding('position', 16, d)}(at){extra}")
+    elif decoder.embedding == "two tables":
+        w.line(f"x = x + 0.5 * {w.embedding('second', 3, d)}(ids % 3)")
+
+
+def _result(w: Writer) -> str:
+    decoder = w.decoder
+    if decoder.outputs == "hidden":
+        return "x + stream" if any("stream = stream" in line for line in w.lines) else "x"
+    if any("stream = stream" in line for line in w.lines):
+        w.line("x = x + stream")
+    head(w)
+    if decoder.outputs == "logits":
+        return "logits"
+    loss(w)
+    if any("aux + " in line for line in w.lines):
+        w.line("loss = loss + 0.1 * aux")
+    return "loss" if decoder.outputs == "loss" else "loss, logits"
+
+
+def _options(decoder: Decoder) -> str:
+    options = {
+        "chunk_size": decoder.chunk_size,
+        "loss_chunk_size": decoder.loss_chunk_size,
+        "also": (decoder.also,),
+        "save": decoder.save,
+        "accumulate": decoder.accumulate,
+        "outputs": "lazy" if decoder.lazy else "dense",
+    }
+    return repr(options)

@@ -1,0 +1,196 @@
+"""What a random decoder is made of: a few choices, each from a tuple whose first entry is the simplest.
+
+    draw(Random(3))  ->  Decoder(layout="batch first", length=5, ..., layers=(Layer(core="matmul", mask="window"),))
+
+A failure is shrunk by moving choices towards the front of their tuples, as long as it stays the same failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from random import Random
+from typing import Any
+
+
+def choice(*values: Any, rare: bool = False) -> Any:
+    """A field that takes one of `values`; a rare one takes the first, simplest value most of the time."""
+    return field(default=values[0], metadata={"values": values, "rare": rare})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: attention, what stands before it, the MLP, and how they are wired."""
+
+    core: str = choice(
+        "causal", "boolean", "biased", "matmul", "einsum", "differential", "retention", "linear", "sigmoid", "none"
+    )
+    mask: str = choice(
+        *("arange", "tril", "triu", "buffer", "window", "chunked", "prefix", "strided", "padding", "packed", "band"),
+        *("future", "none"),
+    )
+    hiding: str = choice("fill", "where", "add", "finite", "renormalise")
+    bias: str = choice("none", "alibi", "relative", "softcap", rare=True)
+    sinks: bool = choice(False, True, rare=True)
+    keys: str = choice("own", "shared", "value residual", rare=True)
+    groups: str = choice("none", "expand", "repeat", "enable", rare=True)
+    projection: str = choice("separate", "fused", "low rank", "biased", rare=True)
+    wide_values: bool = choice(False, True, rare=True)
+    query_norm: bool = choice(False, True, rare=True)
+    rotary: str = choice("none", "half", "interleaved", "partial", "complex")
+    mixer: str = choice("none", "shift", "convolution", "cumulative sum", "cumulative mean", rare=True)
+    norm: str = choice("spelled", "layer", "rms", "none")
+    wiring: str = choice("pre", "post", "sandwich", "parallel", "scaled", "streams", "gated", "mixed streams")
+    mlp: str = choice("none", "plain", "gated", "fused", "squared", "experts", "top experts")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether attention is one operator."""
+        return self.core in ("causal", "boolean", "biased")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A whole model, its inputs and the options that it is compiled with. Sizes are small, so that they often coincide."""
+
+    layers: tuple[Layer, ...] = (Layer(),)
+    layout: str = choice("batch first", "time first", "unbatched", "folded")
+    length: int = choice(4, 1, 2, 3, 5, 6, 7, 8, 11, 13)
+    batch: int = choice(2, 1, 3, 4, 5)
+    heads: int = choice(1, 2, 4)
+    head_size: int = choice(2, 4)
+    vocabulary: int = choice(5, 4, 8, 11, 13)
+    embedding: str = choice("tokens", "tied", "positions", "given", "two tables")
+    skips: bool = choice(False, True, rare=True)
+    final_norm: bool = choice(False, True)
+    capped: bool = choice(False, True, rare=True)
+    loss: str = choice(
+        *("mean", "sum", "none", "ignored", "smoothed", "shifted", "shifted labels", "weighted", "z", "entropy", "divergence"),
+        *("squares", "last", "sequences", "preferences"),
+    )
+    outputs: str = choice("loss", "loss beside logits", "loss and logits", "logits", "hidden", rare=True)
+    chunk_size: int = choice(3, 1, 2, 4, 5, 7, 100)
+    loss_chunk_size: int = choice(3, 1, 2, 4, 5, 7, 100)
+    also: int = choice(2, 1, 3, 4, 5, 6)
+    save: str = choice("inputs", "attention", "auto")
+    accumulate: str = choice("float32", "same")
+    compiled: bool = choice(False, True, rare=True)
+    lazy: bool = choice(False, True, rare=True)
+    dynamic: bool = choice(False, True, rare=True)
+    precision: str = choice("float64", "float32", "bfloat16 autocast", rare=True)
+    seed: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_size
+
+
+# -- drawing
+
+
+def draw(random: Random) -> Decoder:
+    """A decoder of one or two layers."""
+    layers = tuple(Layer(**_drawn(Layer, random)) for _ in range(random.choice((1, 1, 2))))
+    return sensible(Decoder(layers=layers, seed=random.randrange(1000), **_drawn(Decoder, random)))
+
+
+def _drawn(kind: type, random: Random) -> dict[str, Any]:
+    return {item.name: _value(item.metadata, random) for item in fields(kind) if item.metadata}
+
+
+def _value(metadata: Any, random: Random) -> Any:
+    if metadata["rare"] and random.random() < 0.75:
+        return metadata["values"][0]
+    return random.choice(metadata["values"])
+
+
+def sensible(decoder: Decoder) -> Decoder:
+    """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
+    if decoder.layout == "unbatched":
+        decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
+    if decoder.precision == "bfloat16 autocast":
+        decoder = replace(decoder, compiled=False)
+    if not decoder.compiled:
+        decoder = replace(decoder, lazy=False, dynamic=False)
+    if decoder.length == 1 and decoder.loss in ("shifted", "shifted labels"):
+        decoder = replace(decoder, loss="mean")
+    if decoder.outputs in ("logits", "hidden"):
+        decoder = replace(decoder, loss="mean")
+    if decoder.precision != "float64":
+        decoder = replace(decoder, layers=tuple(replace(layer, rotary="none") for layer in decoder.layers))
+    layers: list[Layer] = []
+    for layer in decoder.layers:
+        layers.append(_sensible(layer, layers[0] if layers else None, decoder))
+    return replace(decoder, layers=tuple(layers), skips=decoder.skips and len(layers) > 1)
+
+
+def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
+    plain: dict[str, Any] = {}
+    spelled = layer.core in ("matmul", "einsum", "differential")
+    if layer.core in ("causal", "linear", "retention", "none"):
+        plain |= {"mask": "arange"}
+    if not spelled:
+        plain |= {"hiding": "fill", "sinks": False}
+    if not spelled and layer.core not in ("biased", "sigmoid"):
+        plain |= {"bias": "none"}
+    if layer.core == "biased" and layer.bias == "softcap":
+        plain |= {"bias": "none"}
+    if layer.mask == "none":
+        plain |= {"hiding": "fill"}
+    if layer.core == "none":
+        plain |= {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False}
+        plain |= {"query_norm": False, "rotary": "none"}
+    if decoder.heads == 1 or (layer.groups == "enable" and (not layer.is_fused or decoder.layout == "folded")):
+        plain |= {"groups": "none"}
+    groups, wide = plain.get("groups", layer.groups), plain.get("wide_values", layer.wide_values)
+    if first is None or first.core == "none" or (first.groups, first.wide_values) != (groups, wide):
+        plain |= {"keys": "own"}
+    if layer.sinks and layer.hiding == "renormalise":
+        plain |= {"sinks": False}
+    return replace(layer, **plain)
+
+
+# -- shrinking
+
+
+def simpler(decoder: Decoder) -> Iterator[Decoder]:
+    """Decoders that differ in one choice, which is simpler."""
+    if len(decoder.layers) > 1:
+        yield from (sensible(replace(decoder, layers=(layer,))) for layer in decoder.layers)
+    for number, layer in enumerate(decoder.layers):
+        for other in _simpler_fields(layer):
+            yield sensible(replace(decoder, layers=(*decoder.layers[:number], other, *decoder.layers[number + 1 :])))
+    yield from map(sensible, _simpler_fields(decoder))
+
+
+def _simpler_fields(item: Any) -> Iterator[Any]:
+    for own in fields(item):
+        values = own.metadata.get("values", ())
+        value = getattr(item, own.name)
+        for other in values[: values.index(value)] if values else ():
+            yield replace(item, **{own.name: other})
+
+
+def shrunk(decoder: Decoder, fails: Callable[[Decoder], bool], tries: int = 200) -> Decoder:
+    """The simplest decoder found that still fails."""
+    seen = {decoder}
+    progress = True
+    while progress:
+        progress = False
+        for other in simpler(decoder):
+            if other in seen:
+                continue
+            seen.add(other)
+            if len(seen) > tries:
+                return decoder
+            if fails(other):
+                decoder, progress = other, True
+                break
+    return decoder
+
+
+def ingredients(decoder: Decoder) -> Iterator[tuple[str, Any]]:
+    """All choices made, for statistics."""
+    for layer in decoder.layers:
+        yield from ((f"layer.{item.name}", getattr(layer, item.name)) for item in fields(layer))
+    yield from ((item.name, getattr(decoder, item.name)) for item in fields(decoder) if item.metadata)
