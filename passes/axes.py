@@ -210,5 +210,5 @@ def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
             source = axes.table.resolve(axes.letters[node][source_letter])
             target = axes.table.resolve(axes.letters[node][letter])
             if len(source) == len(target) == 1:
-                links.append((source[0], target[0], start, node in axes.static))
+                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
     return links

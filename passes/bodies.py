@@ -16,7 +16,7 @@ from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
 from streamfx.ir.joint import int_argument, is_size, is_tensor
-from streamfx.ir.needs import Layout, Need
+from streamfx.ir.needs import OWN_ROWS, Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
     Buffer,
@@ -160,7 +160,7 @@ class BodyBuilder(BodyInputs):
 
     def _is_own_rows(self, need: Need) -> bool:
         placement, _, selector = need.where[0]
-        return isinstance(selector, Shifted) and self.layout.is_shifted_apart(placement, selector) == 0
+        return isinstance(selector, Shifted) and self.layout.distance(placement, selector) == OWN_ROWS
 
     def prefix(self, need: Need) -> fx.Node:
         """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
@@ -229,7 +229,7 @@ class BodyBuilder(BodyInputs):
         elif isinstance(selector, Span):
             count = rows_in_span(rows, selector)
         else:
-            count = rows_shifted(selector.rows, selector.by, rows.length, length)
+            count = rows_shifted(selector, rows.length, length)
         shape[placement.dim] = product((placement.outer, count, placement.inner))
         return [self.number(size) for size in shape]
 

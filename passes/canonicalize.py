@@ -20,6 +20,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, node_argument, shape_of_node
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.convolutions import split_backward
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.linear import is_random
@@ -225,6 +226,7 @@ def _device(node: fx.Node) -> torch.device:
 
 
 SIMPLIFIERS: dict[Any, Simplifier] = {
+    aten.convolution_backward.default: split_backward,
     aten.detach.default: _operand,
     aten.alias.default: _operand,
     aten.lift_fresh_copy.default: _operand,

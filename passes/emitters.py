@@ -9,10 +9,12 @@ from torch import fx
 
 from streamfx.ir.facts import Role
 from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
+from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import Shifted
 from streamfx.ir.sizes import product
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.runtime import attention as chunked
+from streamfx.runtime import windows
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
     first_in_chunk,
@@ -79,14 +81,14 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     assert isinstance(selector, Shifted)
     operand = builder.operand(need)
     own, length = placement.rows, builder.length
-    low = first_shifted(selector.rows, selector.by, own.length, length)
-    count = rows_shifted(selector.rows, selector.by, own.length, length)
-    is_chunk = builder.outer(need.operand) is None and builder.layout.is_shifted_apart(placement, selector) == 0
+    low = first_shifted(selector, own.length, length)
+    count = rows_shifted(selector, own.length, length)
+    is_chunk = builder.outer(need.operand) is None and builder.layout.distance(placement, selector) == OWN_ROWS
     if is_chunk:
         start = low - first_in_chunk(own, length)
         stop = builder.number(start + count)
         operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
-    before = rows_before_shifted(selector.rows, selector.by, own.length, length)
+    before = rows_before_shifted(selector, own.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand
@@ -95,6 +97,40 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     pad[-2:] = [builder.number(before), builder.number(after)]
     value = bound_arguments(node).get("value", 0) if node.target is aten.constant_pad_nd.default else 0
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
+
+
+@emits(aten.convolution.default)
+def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
+    x, *others = builder.layout.needs(node)
+    if not x.where or not isinstance(x.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    rows, weight, *bias = (builder.operand(need) for need in (x, *others))
+    around = _around(builder, x)
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.convolve, (rows, weight, bias[0] if bias else None, around, *options))
+
+
+@emits(aten.convolution_backward.default)
+def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, *others = builder.layout.needs(node)
+    if not gradient.where or not isinstance(gradient.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    operands = [builder.operand(need) for need in (gradient, *others)]
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.weight_gradient, (*operands, _around(builder, gradient), *options))
+
+
+def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
+    """How many rows of the chunk's windows lie before the first row of the operand, and how many behind the last."""
+    placement, _, selector = need.where[0]
+    assert isinstance(selector, Shifted)
+    own, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, own, length)
+    after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
+    return builder.number(before), builder.number(after)
 
 
 @emits(aten.repeat.default)

@@ -36,10 +36,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shifted:
-    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one."""
+    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one.
+
+    With a `reach` it is a window: row i stands for rows i + `by` to i + `by` + `reach`.
+    """
 
     rows: Rows
     by: Size
+    reach: int = 0
 
 
 Selector: TypeAlias = "Span | Shifted | None"  # None: the chunk's own rows

@@ -113,7 +113,7 @@ class Loop(nn.Module):
         if selector is None:
             return member_bounds(start, stop, length, offset, rows)
         other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
-        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows)
+        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows, selector.reach)
 
     # -- results
 

@@ -422,3 +422,35 @@ sample(aten.view_as_complex.default)(lambda s: (s.draw(s.b, s.t, 2),))
 sample(aten.floor_divide.default)(lambda s: (s.draw(s.b, s.t), s.positive(s.t)))
 sample(aten.floor_divide.Scalar)(lambda s: (s.draw(s.b, s.t), 0.3))
 sample(aten.scalar_tensor.default)(lambda s: (2.0,))
+
+# -- convolutions over one axis
+
+
+def convolutions(s: Sizes) -> Iterator[tuple[Any, ...]]:
+    """(x, weight, bias?, options): over t rows in steps of one."""
+    x, taps = s.draw(s.b, s.d, s.t), 3
+    per_channel, mixing, turned = s.draw(s.d, 1, taps), s.draw(s.k, s.d, taps), s.draw(s.d, s.k, taps)
+    causal, dilated, grouped = [taps - 1], 2 * (taps - 1), s.draw(2 * s.d, s.k, 1, taps).flatten(1, 2)
+    yield x, per_channel, s.draw(s.d), [1], causal, [1], False, [0], s.d
+    yield x, mixing, s.draw(s.k), [1], causal, [1], False, [0], 1
+    yield x, mixing, None, [1], [1], [1], False, [0], 1
+    yield x, per_channel, None, [1], [dilated], [2], False, [0], s.d
+    yield x, turned, s.draw(s.k), [1], [0], [2], True, [0], 1
+    yield s.draw(s.b, s.d, s.t + 1), per_channel, None, [1], [1], [1], True, [0], s.d
+    yield s.draw(s.b, 2 * s.d, s.t), s.draw(2 * s.k, s.d, taps), None, [1], causal, [1], False, [0], 2
+    yield s.draw(s.b, 2 * s.d, s.t + 2), grouped, None, [1], causal, [1], True, [0], 2
+    yield s.draw(s.b, s.d, s.t + 4), mixing, None, [1], [0], [1], False, [0], 1
+
+
+for number in range(9):
+    sample(aten.convolution.default)(lambda s, number=number: list(convolutions(s))[number])
+
+
+def of_weight(s: Sizes, number: int) -> tuple[Any, ...]:
+    x, weight, _, *others = list(convolutions(s))[number]
+    y = aten.convolution(x, weight, None, *others)
+    return s.draw(*y.shape), x, weight, None, *others, [False, True, False]
+
+
+for number in range(9):
+    sample(aten.convolution_backward.default)(lambda s, number=number: of_weight(s, number))
