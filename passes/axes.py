@@ -2,7 +2,8 @@
 
 Walks the graph once. Each operator's rule says how the axes of its operands and results hang together; a union-find over
 factored dimensions collects what indexes the same thing. The sequence is then chosen among the axes: the one that
-attention runs along, else the one that the most bytes can be streamed along. No size is ever compared to find an axis.
+attention runs along, else the axis of the inputs that no parameter has and whose rows have an order, else the one that the
+most bytes can be streamed along. No size is ever compared to find an axis.
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
 """
@@ -24,6 +25,28 @@ from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.rules.registry import Call, rule_for
+
+aten = torch.ops.aten
+
+# Operators that tell the rows along a dimension apart by their position.
+BY_POSITION = frozenset(
+    {
+        aten.select.int,
+        aten.select_backward.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.cat.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.logcumsumexp.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +163,8 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
             for shape in axes.results.get(node, ()):
                 counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
                 votes.update(atom for atom, times in counts.items() if times == 2)
-    ranked = sorted(votes, key=lambda atom: (-votes[atom], atom))
+    own = _input_axes(joint, axes)
+    ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
     return ranked[0] if ranked else None
 
 
@@ -157,10 +181,34 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes that inputs have and no parameter: batch and sequence, where capture could tell inputs from parameters."""
+    found: dict[bool, set[Atom]] = {True: set(), False: set()}
+    for node in joint.primals:
+        if is_tensor(node):
+            atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+            found[_is_parameter_like(node, joint)] |= atoms
+    return found[False] - found[True]
+
+
+def _ordered_axes(axes: AxisFacts) -> set[Atom]:
+    """Axes whose rows have an order, because something takes them by their position: a sequence rather than a batch."""
+    found: set[Atom] = set()
+    for node, signature in axes.signatures.items():
+        letters = {letter for pair in signature.shifts.items() for letter in (pair[0], pair[1][0])}
+        letters |= signature.whole if node.target in BY_POSITION else set()
+        found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+    return found
+
+
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """The axis along which the most bytes could be made in parts: no parameter has it, no operator needs it whole."""
+    """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
+
+    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
+    """
     gain: dict[Atom, int] = defaultdict(int)
     barred: set[Atom] = set()
+    own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     for node, signature in axes.signatures.items():
         for letter in signature.whole:
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
@@ -172,7 +220,9 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     for node in joint.primals:
         if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
             barred.update(atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim))
-    ranked = sorted((a for a in gain if a not in barred), key=lambda a: (-gain[a], -numeric(axes.table.size(a)), -a))
+    sequences = own & ordered & gain.keys()
+    candidates = sequences or (gain.keys() - barred)
+    ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 

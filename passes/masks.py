@@ -273,7 +273,12 @@ class Masks:
         return combined(lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores)
 
     def _elementwise(self, node: fx.Node) -> Pieces:
-        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown."""
+        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown.
+
+        Only operators that work element by element may be evaluated on the one number that all elements are.
+        """
+        if rule_for(node) is not broadcast or is_random(node) or node.target is aten.empty_like.default:
+            return everywhere(UNKNOWN)
         relative = self._relative(node)
         if relative is not None:
             return relative

@@ -10,8 +10,17 @@ from torch import fx
 from streamfx.errors import StaleGraph
 
 
+aten = torch.ops.aten
+
+
 class _Interpreter(fx.Interpreter):
-    """Calls loops as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside."""
+    """Calls loops as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside.
+
+    Views may have to copy: some kernels lay out their results otherwise than their fake counterparts say.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(target).forward(*args, **kwargs)

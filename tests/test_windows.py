@@ -1,0 +1,146 @@
+"""Operators that look a few rows back (or ahead): short convolutions, token shifts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.ir.facts import Facts
+from tests.support import decoders, layouts
+from tests.support.exactness import Report, compare
+
+WIDTH, TAPS, LENGTH = 8, 4, 19
+
+Mixer = Callable[["Mixed", Tensor], Tensor]
+
+
+class Mixed(nn.Module):
+    """Embedding, layers of a mixer over the rows and an MLP, head and loss. No attention unless the mixer has one."""
+
+    def __init__(self, mixer: Mixer, layers: int = 2) -> None:
+        super().__init__()
+        self.mixer, self.layers = mixer, layers
+        self.embed, self.head = nn.Embedding(23, WIDTH), nn.Linear(WIDTH, 23, bias=False)
+        self.up, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.depthwise = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, padding=TAPS - 1)
+        self.valid = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, bias=False)
+        self.full = nn.Conv1d(WIDTH, WIDTH, 3, dilation=2)
+        self.grouped = nn.Conv1d(WIDTH, WIDTH, 3, groups=2, padding=2)
+        self.same = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.point = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.turned = nn.ConvTranspose1d(WIDTH, WIDTH, 3)
+        self.mu = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(self.layers):
+            x = x + self.mixer(self, F.rms_norm(x, (WIDTH,)))
+            x = x + self.down(F.silu(self.up(F.layer_norm(x, (WIDTH,)))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def padded_then_cut(m: Mixed, x: Tensor) -> Tensor:
+    return F.silu(m.depthwise(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2) * m.gate(x)
+
+
+def padded_on_the_left(m: Mixed, x: Tensor) -> Tensor:
+    return m.valid(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
+
+
+def gated_on_both_sides(m: Mixed, x: Tensor) -> Tensor:
+    before, after, value = m.up(x).transpose(1, 2).chunk(3, dim=1)
+    return m.down(torch.cat([after * m.depthwise(before * value)[..., : x.shape[1]]] * 3, 1).transpose(1, 2))
+
+
+def dilated(m: Mixed, x: Tensor) -> Tensor:
+    return m.full(F.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2)
+
+
+def in_groups(m: Mixed, x: Tensor) -> Tensor:
+    return m.grouped(x.mT)[..., :-2].mT
+
+
+def one_after_the_other(m: Mixed, x: Tensor) -> Tensor:
+    length = x.shape[1]
+    return m.grouped(F.gelu(m.depthwise(x.mT)[..., :length]))[..., :length].mT
+
+
+def of_one_tap(m: Mixed, x: Tensor) -> Tensor:
+    return m.point(x.mT).mT
+
+
+def turned_around(m: Mixed, x: Tensor) -> Tensor:
+    return m.turned(x.mT)[..., : x.shape[1]].mT
+
+
+def beside_attention(m: Mixed, x: Tensor) -> Tensor:
+    q, k, v = (m.depthwise(y.mT)[..., : x.shape[1]].mT[:, None] for y in (x, m.gate(x), x * m.mu))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+
+
+def shifted_by_concatenation(m: Mixed, x: Tensor) -> Tensor:
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    return m.gate(x * m.mu + before * (1 - m.mu))
+
+
+def shifted_by_padding(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(torch.lerp(F.pad(x, (0, 0, 1, -1)), x, m.mu))
+
+
+def shifted_by_a_padding_layer(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(x - nn.ZeroPad2d((0, 0, 2, -2))(x))
+
+
+def shifted_slices(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(F.pad(x[:, 1:] * x[:, :-1], (0, 0, 1, 0)))
+
+
+CAUSAL: list[Mixer] = [
+    padded_then_cut,
+    padded_on_the_left,
+    gated_on_both_sides,
+    dilated,
+    in_groups,
+    one_after_the_other,
+    of_one_tap,
+    turned_around,
+    beside_attention,
+    shifted_by_concatenation,
+    shifted_by_padding,
+    shifted_by_a_padding_layer,
+    shifted_slices,
+]
+
+
+def check(mixer: Mixer, length: int = LENGTH, **options: Any) -> Report:
+    ids = layouts.tokens(23, 2, length, 0)
+    report = compare(decoders.made(lambda: Mixed(mixer)), {"ids": ids, "labels": ids}, **options)
+    assert all(sequence_length(facts) == length for facts in report.facts)
+    return report
+
+
+def sequence_length(facts: Facts) -> Any:
+    assert facts.axes is not None and facts.axes.sequence is not None
+    return facts.axes.sequence.length
+
+
+@pytest.mark.parametrize("mixer", CAUSAL, ids=lambda mixer: mixer.__name__)
+def test_looks_back(mixer: Mixer) -> None:
+    check(mixer, chunk_size=5, also=(1, 2, 16, LENGTH))
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+@pytest.mark.parametrize("mixer", [padded_then_cut, padded_on_the_left, shifted_by_padding], ids=lambda mixer: mixer.__name__)
+def test_shorter_than_the_window(mixer: Mixer, length: int) -> None:
+    check(mixer, length, chunk_size=2, also=(1,))
+
+
+def test_looks_ahead() -> None:
+    """Streams in one loop more for each layer: nothing is known of rows to come."""
+    check(lambda m, x: m.same(x.mT).mT, chunk_size=5, also=(1, 16))
