@@ -13,6 +13,7 @@ from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import Shifted
 from streamfx.ir.sizes import product
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.rules.attention import M, N
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import windows
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
@@ -188,14 +189,19 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
     if node in layout.causality.exact:
         return None, _distance(builder, node), (span.low, span.high)
     if is_causal:  # a mask on top of the causal flag
-        return (mask[0] if mask else None), _distance(builder, node), (None, 0)
+        apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _distance(builder, node), (None, apart)
     return (mask[0] if mask else None), None, None
 
 
 def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
-    from streamfx.passes.rules.attention import M, N
-
     return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of row or key number 0; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
 
 
 def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:

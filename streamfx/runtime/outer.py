@@ -11,6 +11,7 @@ from streamfx.errors import StaleGraph
 
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class _Interpreter(fx.Interpreter):
@@ -20,7 +21,7 @@ class _Interpreter(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
+        return super().call_function(aten.reshape.default if target in VIEWS else target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(target).forward(*args, **kwargs)
