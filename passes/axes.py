@@ -20,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
-from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
+from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_moved_elements, is_random
@@ -165,7 +165,9 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                 votes.update(atom for atom, times in counts.items() if times == 2)
     own = _input_axes(joint, axes)
     ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
-    return ranked[0] if ranked else None
+    if not ranked or (own and ranked[0] not in own and ranked[0] in _feature_axes(joint, axes)):
+        return None  # the state of a linear attention has the same width twice
+    return ranked[0]
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -182,13 +184,29 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 
 def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes that inputs have and no parameter: batch and sequence, where capture could tell inputs from parameters."""
-    found: dict[bool, set[Atom]] = {True: set(), False: set()}
-    for node in joint.primals:
-        if is_tensor(node):
-            atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
-            found[_is_parameter_like(node, joint)] |= atoms
-    return found[False] - found[True]
+    """Axes that inputs have and weights mix nothing along: batch and sequence, where capture could tell inputs from parameters."""
+    inputs = (node for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint))
+    return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
+
+
+def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight."""
+    parameters = {node for node in joint.primals if is_tensor(node) and _is_parameter_like(node, joint)}
+    found: set[Atom] = set()
+    for node in (node for node in joint.nodes if node in joint.forward):
+        operands = tensor_operands(node)
+        if operands and all(operand in parameters for operand in operands):
+            parameters.add(node)
+        elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
+            contracted = signature.contracted()
+            for operand, shape in zip(operands, signature.operands, strict=True):
+                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
+                    found |= _atoms(operand, axes)
+    return found
+
+
+def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
+    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
 
 
 def _ordered_axes(axes: AxisFacts) -> set[Atom]:
@@ -219,7 +237,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                     gain[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
-            barred.update(atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim))
+            barred |= _atoms(node, axes)
     sequences = own & ordered & gain.keys()
     candidates = sequences or (gain.keys() - barred)
     ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], -numeric(axes.table.size(a)), -a))

@@ -40,6 +40,14 @@ MAKES_AXES = frozenset(
         aten.stack.default,
     }
 )
+FILLERS: dict[Any, float | None] = {
+    aten.full.default: None,
+    aten.full_like.default: None,
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+}
 Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
 
 
@@ -152,12 +160,31 @@ def _pad_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return None if operand is None or any(pad != 0 for pad in node.args[1]) else writer.call(aten.clone.default, operand)  # type: ignore[union-attr]
 
 
-def _cat_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """An empty cache in front of the first keys."""
-    full = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
-    if len(full) != 1 or _dtype(full[0]) != _dtype(node):  # type: ignore[arg-type]
+def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """With an empty cache in front of the first keys it is a copy, with a constant around one operand it is padding."""
+    full: list[fx.Node] = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
+    if len(full) == 1 and _dtype(full[0]) == _dtype(node):
+        return writer.call(aten.clone.default, full[0])
+    fills = [_fill_of(item) for item in full]
+    computed = [i for i, fill in enumerate(fills) if fill is None]
+    values = {fill for fill in fills if fill is not None}
+    floating = all(_dtype(item) == _dtype(node) and _dtype(item).is_floating_point for item in full)
+    if len(computed) != 1 or len(values) != 1 or not floating:
         return None
-    return writer.call(aten.clone.default, full[0])
+    (i,) = computed
+    rank = len(shape_of_node(node))
+    dim = bound_arguments(node)["dim"] % rank
+    before, after = (sum(item.meta["val"].shape[dim] for item in side) for side in (full[:i], full[i + 1 :]))
+    if not isinstance(before, int) or not isinstance(after, int):
+        return None
+    return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop())
+
+
+def _fill_of(node: fx.Node) -> float | None:
+    """The number that all elements are, where the operator says so."""
+    arguments = bound_arguments(node) if node.op == "call_function" and node.target in FILLERS else {}
+    value = arguments.get("fill_value", FILLERS.get(node.target))
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -237,7 +264,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,
-    aten.cat.default: _cat_with_nothing,
+    aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad_by_nothing,
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
