@@ -55,12 +55,24 @@ class Axes:
 
     def apply(self, facts: Facts) -> Facts:
         axes = axes_of(facts.joint)
-        return replace(facts, axes=replace(axes, sequence=sequence_axis(facts.joint, axes)))
+        sequence = sequence_axis(facts.joint, axes)
+        if split := _split_axes(facts.joint, axes):
+            unsplit = axes_of(facts.joint, split)
+            whole = sequence_axis(facts.joint, unsplit)
+            if whole is not None and whole.main in unsplit.table.resolve(tuple(split)):
+                axes, sequence = unsplit, whole
+        return replace(facts, axes=replace(axes, sequence=sequence))
 
 
-def axes_of(joint: JointGraph) -> AxisFacts:
-    """The axes of every dimension, with no choice of a sequence yet."""
-    table = AxisTable()
+def _split_axes(joint: JointGraph, axes: AxisFacts) -> tuple[Atom, ...]:
+    """Axes of inputs that some view cuts into blocks: where one is the sequence, its rows stay single, and the blocks whole."""
+    dims = {dim for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint) for dim in axes.shapes[node]}
+    return tuple(sorted(atom for dim in dims if len(dim) == 1 and len(axes.table.resolve(dim)) > 1 for atom in dim))
+
+
+def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet. Axes of inputs in `unsplit` are kept in one piece."""
+    table = AxisTable(unsplit)
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     found: dict[fx.Node, Signature] = {}
@@ -165,9 +177,26 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                 votes.update(atom for atom, times in counts.items() if times == 2)
     own = _input_axes(joint, axes)
     ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
-    if not ranked or (own and ranked[0] not in own and ranked[0] in _feature_axes(joint, axes)):
-        return None  # the state of a linear attention has the same width twice
-    return ranked[0]
+    if not ranked or ranked[0] in own or not own:
+        return ranked[0] if ranked else None
+    if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
+        return None
+    sequences = own & _ordered_axes(axes)  # a block of the sequence has itself twice as well, where scores stay inside of blocks
+    return ranked[0] if not sequences or ranked[0] in _relatives(sequences, axes) else None
+
+
+def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
+    """Axes that are cut out of these, padded or joined from them."""
+    links = [(source, target) for source, target, _, _ in _shift_links(axes)]
+    for node, signature in axes.signatures.items():
+        if node.target is aten.cat.default:
+            own = {atom for letter in signature.whole for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+            links += [(one, other) for one in own for other in own]
+    found: set[Atom] = set()
+    while atoms - found:
+        found |= atoms
+        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in found}
+    return found
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -228,7 +257,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     barred: set[Atom] = set()
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     for node, signature in axes.signatures.items():
-        for letter in signature.whole:
+        for letter in signature.whole - signature.scans.keys():
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             for shape in axes.results[node]:

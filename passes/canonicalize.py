@@ -25,6 +25,7 @@ from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
+from streamfx.passes.scans import reversed_scan
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -266,6 +267,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.t.default: _double_transpose,
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad_by_nothing,
+    aten.flip.default: reversed_scan,
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),

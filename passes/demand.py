@@ -230,7 +230,7 @@ class _Analysis:
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
             if letter in signature.whole and role is Role.ROWS:
-                role = Role.WHOLE
+                role = Role.ROWS if self._is_carried(node, signature, letter, letters) else Role.WHOLE
             roles[letter] = role
         for letter, (source, _) in signature.shifts.items():
             if (letter in roles) != (source in roles):  # cut out of, or put into, something that is no sequence
@@ -238,6 +238,12 @@ class _Analysis:
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
         return roles
+
+    def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
+        """Whether an operator's rows follow one another in the direction in which its half's loops run."""
+        is_backward = node not in self.joint.forward
+        is_alone = len(letters) == 1 and len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
+        return is_alone and signature.scans.get(letter) == is_backward
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
         """Whether both sides are rows of an axis of their own."""

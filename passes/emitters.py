@@ -10,12 +10,13 @@ from torch import fx
 from streamfx.ir.facts import Role
 from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
-from streamfx.ir.program import Shifted
+from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
 from streamfx.ir.sizes import product
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
+from streamfx.passes.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import attention as chunked
-from streamfx.runtime import windows
+from streamfx.runtime import scans, windows
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
     first_in_chunk,
@@ -132,6 +133,29 @@ def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
     before = rows_before_shifted(selector, own, length)
     after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
     return builder.number(before), builder.number(after)
+
+
+@emits(*FORWARD, *REVERSE)
+def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left: in this loop, or in one that ran the other way."""
+    (dim,) = builder.layout.axes.signatures[node].scans or (0,)
+    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
+        return emit_copy(builder, node)
+    reverse = node.target in REVERSE
+    (rows,) = builder.operands(node)
+    dtype = node.meta["val"].dtype
+    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    before = builder.number(builder.length - STOP if reverse else START)
+    chunk = builder.number(CHUNK)
+    known = builder.outer_states(node)
+    if builder.reverse == reverse:
+        keeps_states = not reverse and known is None
+        carry, states = builder.carry(node, dim, scans.carry_type(dtype), keeps_states)
+        return builder.graph.call_function(scans.advance, (*what, carry, before, states, chunk))
+    if known is None:
+        raise NotImplementedError(f"{node.name} is scanned against the direction of its loop")
+    states = builder.feed(f"{node.name}_states", Same(), known)
+    return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
 @emits(aten.repeat.default)

@@ -16,9 +16,10 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 
 class AxisTable:
-    """Union-find over atoms, each of which may also be refined into a product of finer ones."""
+    """Union-find over atoms, each of which may also be refined into a product of finer ones, except for those in `unsplit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsplit: Sequence[Atom] = ()) -> None:
+        self._unsplit = unsplit
         self._parent: list[Atom] = []
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
@@ -95,7 +96,7 @@ class AxisTable:
     def _refine(self, atom: Atom, outer: Size) -> bool:
         """Split an atom into `outer` times the rest, where that divides."""
         inner = quotient(self.size(atom), outer)
-        if inner is None:
+        if inner is None or atom in map(self._root, self._unsplit):
             return False
         self._parts[atom] = (self._new(outer), self._new(inner))
         return True

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from streamfx.passes.rules.scans import REVERSE
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from tests.support.laws import Call
 
@@ -188,9 +189,10 @@ sample(aten._safe_softmax.default)(lambda s: (s.draw(s.b, s.t, s.d), -1))
 for backward in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
     sample(backward)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), -1, torch.float64))
     sample(backward)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), 0, torch.float64))
-for running in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default):
+running_kinds = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
+for running in (*running_kinds, *REVERSE):
     sample(running)(lambda s: (s.draw(s.b, s.t, s.d), 1))
-    sample(running)(lambda s: (s.draw(s.b, s.t), -2))
+    sample(running)(lambda s: (s.draw(s.b, s.t), 0))
 sample(aten.sort.default, aten.argsort.default)(lambda s: (s.draw(s.b, s.t, s.d), 1))
 sample(aten.sort.default, aten.argsort.default)(lambda s: (s.draw(s.b, s.t),))
 sample(aten.sort.stable)(lambda s: (s.draw(s.b, s.t), {"stable": True, "dim": 0}))
