@@ -16,9 +16,13 @@ aten = torch.ops.aten
 
 
 def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`node` flips something; the scan that this makes of an operand which was flipped before it."""
+    """`node` flips something: back, if it was flipped before; or a scan of what was flipped before it."""
     scanned = node.args[0]
-    if not isinstance(scanned, fx.Node) or scanned.target not in FORWARD:
+    if not isinstance(scanned, fx.Node):
+        return None
+    if scanned.target is aten.flip.default and scanned.args[1] == node.args[1]:
+        return scanned.args[0]  # type: ignore[return-value]
+    if scanned.target not in FORWARD:
         return None
     flipped, rank = scanned.args[0], len(shape_of_node(node))
     if not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
