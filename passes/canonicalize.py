@@ -181,6 +181,20 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop())
 
 
+def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Rows written into a constant are those rows with padding around them."""
+    arguments = bound_arguments(node)
+    value, dim = _fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))  # type: ignore[arg-type]
+    length, written = (item.meta["val"].shape[dim] for item in node.args[:2])  # type: ignore[union-attr]
+    start = arguments["start"] or 0
+    floating = _dtype(node).is_floating_point and _dtype(node.args[1]) == _dtype(node)  # type: ignore[arg-type]
+    after = length - written - start if isinstance(start, int) and start >= 0 else None
+    if value is None or not floating or arguments["step"] != 1 or not isinstance(after, int):
+        return None
+    pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
+    return writer.call(aten.constant_pad_nd.default, node.args[1], pad, value)
+
+
 def _fill_of(node: fx.Node) -> float | None:
     """The number that all elements are, where the operator says so."""
     arguments = bound_arguments(node) if node.op == "call_function" and node.target in FILLERS else {}
@@ -271,6 +285,8 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),
+    aten.new_empty_strided.default: _filler(0),
+    aten.slice_scatter.default: _written_over_filler,
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,

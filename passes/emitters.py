@@ -160,14 +160,14 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.repeat.default)
 def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A dimension of size one is repeated as often as the chunk has rows."""
+    """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
     (operand,) = builder.operands(node)
     own = shape_of_node(tensor_operands(node)[0])
     times = list(bound_arguments(node)["repeats"])
-    for position, size in enumerate(builder.result_shape(node)):
+    for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
         before = position - (len(times) - len(own))
-        if before < 0 or own[before] == 1:
-            times[position] = size
+        if before < 0 or own[before] == 1 or len(dim) == 2:
+            times[position] = builder.number(builder.letter_size(node, dim[0]))
     return builder.graph.call_function(aten.repeat.default, (operand, times))
 
 

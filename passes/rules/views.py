@@ -204,24 +204,35 @@ def cat(call: Call) -> Signature:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Signature:
-    """Dimensions of size one can be repeated like `expand`; others mix rows."""
+    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
     repeats = call.arguments()["repeats"]
     rank = len(call.shape)
-    result = _own_letters(rank)
     skipped = rank - len(call.shapes[0])
-    own: list[LetterDim] = []
-    fresh, whole = count(rank), set()
-    for i, size in enumerate(call.shapes[0]):
-        times = repeats[skipped + i]
-        if size == 1:
-            own.append(())
-        elif times == 1:
-            own.append(result[skipped + i])
-        else:
-            letter = next(fresh)
-            own.append((letter,))
-            whole |= {letter, skipped + i}
-    return Signature((tuple(own),), (result,), whole=frozenset(whole))
+    own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
+    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
+        own.append(result[i] if size != 1 else ())
+        if size != 1 and repeats[i] != 1:
+            atoms |= {i: dim, rank + i: call.axes.fresh(size_of(repeats[i]))}
+            result[i] = (rank + i, i)
+    return Signature((tuple(own),), (tuple(result),), atoms=atoms)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Signature:
+    """One row is written over."""
+    letters = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(letters)
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), whole=frozenset({dim}))
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Signature:
+    """Some rows are written over: those written and the result have an axis of their own."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    letters = _own_letters(rank)
+    written = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((letters, written), (letters,), whole=frozenset({dim, rank}))
 
 
 @rule(aten.flip.default, aten.roll.default)

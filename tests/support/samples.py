@@ -425,6 +425,17 @@ sample(aten.floor_divide.default)(lambda s: (s.draw(s.b, s.t), s.positive(s.t)))
 sample(aten.floor_divide.Scalar)(lambda s: (s.draw(s.b, s.t), 0.3))
 sample(aten.scalar_tensor.default)(lambda s: (2.0,))
 
+# -- writes into part of a tensor, systems of equations
+
+sample(aten.select_scatter.default)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b, s.d), 1, -1))
+sample(aten.slice_scatter.default)(lambda s: (s.draw(s.b, s.t + 2, s.d), s.draw(s.b, s.t, s.d), 1, 1, s.t + 1))
+sample(aten.linalg_solve_triangular.default)(lambda s: (s.draw(s.b, s.t, s.d, s.d), s.draw(s.b, s.t, s.d, s.k), {"upper": True}))
+sample(aten.linalg_solve_triangular.default)(
+    lambda s: (s.draw(s.b, s.d, s.d), s.draw(s.b, s.t, s.d), {"upper": False, "left": False})
+)
+sample(aten.repeat.default)(lambda s: (s.draw(s.b, s.t, s.d), [1, 3, 1]))
+sample(aten.repeat.default)(lambda s: (s.draw(s.t, s.d), [s.b, 2, 2]))
+
 # -- convolutions over one axis
 
 
