@@ -1,8 +1,8 @@
 """The gradients of a convolution, each as an operator of its own: they need different rows.
 
-    convolution_backward(dy, x, w)  ->  dx = convolution(dy, w, transposed)    rows of dy from the window ahead
-                                        dw = convolution_backward(..., only dw)    a sum over rows
-                                        db = sum(dy)                               a sum over rows
+convolution_backward(dy, x, w)  ->  dx = convolution(dy, w, transposed)    rows of dy from the window ahead
+                                    dw = convolution_backward(..., only dw)    a sum over rows
+                                    db = sum(dy)                               a sum over rows
 """
 
 from __future__ import annotations

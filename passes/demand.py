@@ -21,9 +21,10 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product
-from streamfx.passes.linear import is_expensive, is_random
+from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
 
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
+CUTS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
 
 
@@ -213,7 +214,8 @@ class _Analysis:
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
-                self.reasons[node] = MIXES_ROWS.format(target=node.target)
+                reason = CUTS_ROWS if is_moved_elements(node) else MIXES_ROWS
+                self.reasons[node] = reason.format(target=node.target)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
 

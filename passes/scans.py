@@ -1,6 +1,6 @@
 """Prefix reductions that run from the last row to the first, as the gradient of a running sum does.
 
-    flip(cumsum(flip(x)))  ->  reverse_cumsum(x)
+flip(cumsum(flip(x)))  ->  reverse_cumsum(x)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Convolutions over one axis: a row of the result needs the rows of a window, a fixed distance away.
 
-    [b c t], weight [o c k]  ->  [b o t']      row i of t' needs rows i - padding to i - padding + (k - 1) * dilation of t
+[b c t], weight [o c k]  ->  [b o t']      row i of t' needs rows i - padding to i - padding + (k - 1) * dilation of t
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from streamfx.passes.rules.registry import Call, Signature, rule
 aten = torch.ops.aten
 
 # letters: batch, channels in, rows in, channels out, rows out, taps of the window, channels of one group in and out
-B, C, S, O, T, K, I, J = range(8)
-WHOLE = frozenset({C, O, K, I, J})
+B, C, S, F, T, K, CG, FG = range(8)
+WHOLE = frozenset({C, F, K, CG, FG})
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _letters(call: Call, x: int, weight: int, result: tuple[Any, ...]) -> tuple[
     if groups == channels == result[1]:
         per_channel: LetterShape = ((C,), (), (K,))
         return ((B,), (C,), (S,)), per_channel, ((B,), (C,), (T,))
-    inside, outside = (C if groups == 1 else I,), (O if groups == 1 else J,)
+    inside, outside = (C if groups == 1 else CG,), (F if groups == 1 else FG,)
     if transposed:
-        return ((B,), (C,), (S,)), ((C,), outside, (K,)), ((B,), (O,), (T,))
-    return ((B,), (C,), (S,)), ((O,), inside, (K,)), ((B,), (O,), (T,))
+        return ((B,), (C,), (S,)), ((C,), outside, (K,)), ((B,), (F,), (T,))
+    return ((B,), (C,), (S,)), ((F,), inside, (K,)), ((B,), (F,), (T,))

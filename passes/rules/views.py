@@ -22,23 +22,40 @@ def _own_letters(rank: int) -> LetterShape:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: Call) -> Signature | None:
-    """Regroup the atoms; one letter per atom."""
+    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed whole."""
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
         return None
-    numbers = count()
-    atoms: dict[int, Dim] = {}
-
-    def lettered(dims: Sequence[Dim]) -> LetterShape:
-        return tuple(tuple(next(numbers) for _ in dim) for dim in dims)
-
     before = call.dims(0)
-    operand = lettered(before)
-    numbers = count()
-    result = lettered(groups)
-    for letters, dim in zip((*operand, *result), (*before, *groups), strict=True):
-        atoms.update({letter: (atom,) for letter, atom in zip(letters, dim, strict=True)})
-    return Signature((operand,), (result,), atoms=atoms)
+    numbers, atoms, whole = count(), dict[int, Dim](), set[int]()
+    sides: tuple[list[int], list[int]] = ([], [])
+    old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
+    while old and new:
+        if old[0] == new[0]:
+            steps = ((old, 1), (new, 1))
+            shared = next(numbers)
+            atoms[shared] = (old[0],)
+            letters = ([shared], [shared])
+        else:
+            is_cut = call.axes.are_blocks(old[0], tuple(new[:2]))
+            if not is_cut and not call.axes.are_blocks(new[0], tuple(old[:2])):
+                return None
+            steps = ((old, 1), (new, 2)) if is_cut else ((old, 2), (new, 1))
+            letters = tuple([next(numbers) for _ in range(length)] for _, length in steps)
+            for (side, length), own in zip(steps, letters, strict=True):
+                atoms.update({letter: (atom,) for letter, atom in zip(own, side[:length], strict=True)})
+                whole.update(own)
+        for (side, length), own, found in zip(steps, letters, sides, strict=True):
+            del side[:length]
+            found.extend(own)
+    operand, result = (_grouped(found, dims) for found, dims in zip(sides, (before, groups), strict=True))
+    return Signature((operand,), (result,), atoms=atoms, whole=frozenset(whole))
+
+
+def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+    """Letters in groups as long as the dimensions."""
+    remaining = iter(letters)
+    return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
 
 
 @rule(aten.unsqueeze.default)

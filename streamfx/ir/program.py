@@ -14,7 +14,10 @@ from streamfx.ir.plan import ChunkSize
 from streamfx.ir.sizes import Size
 
 START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # of the current chunk
-CHUNK, CHUNKS = sympy.Symbol("chunk", integer=True), sympy.Symbol("chunks", integer=True)  # its number, counted from the first row
+CHUNK, CHUNKS = (
+    sympy.Symbol("chunk", integer=True),
+    sympy.Symbol("chunks", integer=True),
+)  # its number, counted from the first row
 PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS)}
 
 

@@ -41,7 +41,15 @@ def carry_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def advance(
-    kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, carry: Tensor, before: int, states: Tensor | None, index: int
+    kind: str,
+    reverse: bool,
+    rows: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    carry: Tensor,
+    before: int,
+    states: Tensor | None,
+    index: int,
 ) -> Tensor:
     """The chunk's rows of a scan, `before` rows having been scanned; the carry moves on."""
     if states is not None:
