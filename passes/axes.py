@@ -2,7 +2,8 @@
 
 Walks the graph once. Each operator's rule says how the axes of its operands and results hang together; a union-find over
 factored dimensions collects what indexes the same thing. The sequence is then chosen among the axes: the one that
-attention runs along, else the one that the most bytes can be streamed along. No size is ever compared to find an axis.
+attention runs along, else the axis of the inputs that no parameter has and whose rows have an order, else the one that the
+most bytes can be streamed along. No size is ever compared to find an axis.
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
 """
@@ -19,11 +20,33 @@ from torch import fx
 
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
-from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node
+from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.rules.registry import Call, rule_for
+
+aten = torch.ops.aten
+
+# Operators that tell the rows along a dimension apart by their position.
+BY_POSITION = frozenset(
+    {
+        aten.select.int,
+        aten.select_backward.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.cat.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.logcumsumexp.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +55,24 @@ class Axes:
 
     def apply(self, facts: Facts) -> Facts:
         axes = axes_of(facts.joint)
-        return replace(facts, axes=replace(axes, sequence=sequence_axis(facts.joint, axes)))
+        sequence = sequence_axis(facts.joint, axes)
+        if split := _split_axes(facts.joint, axes):
+            unsplit = axes_of(facts.joint, split)
+            whole = sequence_axis(facts.joint, unsplit)
+            if whole is not None and whole.main in unsplit.table.resolve(tuple(split)):
+                axes, sequence = unsplit, whole
+        return replace(facts, axes=replace(axes, sequence=sequence))
 
 
-def axes_of(joint: JointGraph) -> AxisFacts:
-    """The axes of every dimension, with no choice of a sequence yet."""
-    table = AxisTable()
+def _split_axes(joint: JointGraph, axes: AxisFacts) -> tuple[Atom, ...]:
+    """Axes of inputs that some view cuts into blocks: where one is the sequence, its rows stay single, and the blocks whole."""
+    dims = {dim for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint) for dim in axes.shapes[node]}
+    return tuple(sorted(atom for dim in dims if len(dim) == 1 and len(axes.table.resolve(dim)) > 1 for atom in dim))
+
+
+def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet. Axes of inputs in `unsplit` are kept in one piece."""
+    table = AxisTable(unsplit)
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     found: dict[fx.Node, Signature] = {}
@@ -140,8 +175,28 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
             for shape in axes.results.get(node, ()):
                 counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
                 votes.update(atom for atom, times in counts.items() if times == 2)
-    ranked = sorted(votes, key=lambda atom: (-votes[atom], atom))
-    return ranked[0] if ranked else None
+    own = _input_axes(joint, axes)
+    ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
+    if not ranked or ranked[0] in own or not own:
+        return ranked[0] if ranked else None
+    if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
+        return None
+    sequences = own & _ordered_axes(axes)  # a block of the sequence has itself twice as well, where scores stay inside of blocks
+    return ranked[0] if not sequences or ranked[0] in _relatives(sequences, axes) else None
+
+
+def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
+    """Axes that are cut out of these, padded or joined from them."""
+    links = [(source, target) for source, target, _, _ in _shift_links(axes)]
+    for node, signature in axes.signatures.items():
+        if node.target is aten.cat.default:
+            own = {atom for letter in signature.whole for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+            links += [(one, other) for one in own for other in own]
+    found: set[Atom] = set()
+    while atoms - found:
+        found |= atoms
+        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in found}
+    return found
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -157,12 +212,52 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
+    inputs = (node for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint))
+    return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
+
+
+def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight."""
+    parameters = {node for node in joint.primals if is_tensor(node) and _is_parameter_like(node, joint)}
+    found: set[Atom] = set()
+    for node in (node for node in joint.nodes if node in joint.forward):
+        operands = tensor_operands(node)
+        if operands and all(operand in parameters for operand in operands):
+            parameters.add(node)
+        elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
+            contracted = signature.contracted()
+            for operand, shape in zip(operands, signature.operands, strict=True):
+                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
+                    found |= _atoms(operand, axes)
+    return found
+
+
+def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
+    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+
+
+def _ordered_axes(axes: AxisFacts) -> set[Atom]:
+    """Axes whose rows have an order, because something takes them by their position: a sequence rather than a batch."""
+    found: set[Atom] = set()
+    for node, signature in axes.signatures.items():
+        letters = {letter for pair in signature.shifts.items() for letter in (pair[0], pair[1][0])}
+        letters |= signature.whole if node.target in BY_POSITION else set()
+        found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+    return found
+
+
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """The axis along which the most bytes could be made in parts: no parameter has it, no operator needs it whole."""
+    """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
+
+    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
+    """
     gain: dict[Atom, int] = defaultdict(int)
     barred: set[Atom] = set()
+    own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     for node, signature in axes.signatures.items():
-        for letter in signature.whole:
+        for letter in signature.whole - signature.scans.keys():
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             for shape in axes.results[node]:
@@ -171,8 +266,10 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                     gain[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
-            barred.update(atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim))
-    ranked = sorted((a for a in gain if a not in barred), key=lambda a: (-gain[a], -numeric(axes.table.size(a)), -a))
+            barred |= _atoms(node, axes)
+    sequences = own & ordered & gain.keys()
+    candidates = sequences or (gain.keys() - barred)
+    ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 
@@ -210,5 +307,5 @@ def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
             source = axes.table.resolve(axes.letters[node][source_letter])
             target = axes.table.resolve(axes.letters[node][letter])
             if len(source) == len(target) == 1:
-                links.append((source[0], target[0], start, node in axes.static))
+                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
     return links

@@ -16,9 +16,11 @@ from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
 from streamfx.ir.joint import int_argument, is_size, is_tensor
-from streamfx.ir.needs import Layout, Need
+from streamfx.ir.needs import OWN_ROWS, Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
+    CHUNKS,
+    PER_CHUNK,
     Buffer,
     BufferPart,
     ChunkKey,
@@ -89,6 +91,7 @@ class BodyBuilder(BodyInputs):
         order: dict[fx.Node, int],
         reverse: bool,
         plan: ChunkPlan,
+        states: Callable[[fx.Node], fx.Node | None] = lambda node: None,
     ) -> None:
         super().__init__()
         assert layout.axes.sequence is not None
@@ -98,6 +101,8 @@ class BodyBuilder(BodyInputs):
         self.prefixes: dict[fx.Node, int] = {}
         self.prefix_reads: dict[tuple[fx.Node, Selector], fx.Node] = {}
         self.deposits: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.outer_states = states
+        self.states: dict[fx.Node, int] = {}  # buffers with the states of scans at the start of each chunk
         self.asked: Span | None = None  # the keys for which a mask is being made
 
     # -- sizes
@@ -160,7 +165,7 @@ class BodyBuilder(BodyInputs):
 
     def _is_own_rows(self, need: Need) -> bool:
         placement, _, selector = need.where[0]
-        return isinstance(selector, Shifted) and self.layout.is_shifted_apart(placement, selector) == 0
+        return isinstance(selector, Shifted) and self.layout.distance(placement, selector) == OWN_ROWS
 
     def prefix(self, need: Need) -> fx.Node:
         """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
@@ -202,6 +207,19 @@ class BodyBuilder(BodyInputs):
             self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, (visible, part))
         return self.deposits[operand]
 
+    def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
+        """A row that a scan hands from chunk to chunk, and the list of its values at the start of each chunk."""
+        shape = list(self.layout.full_shape(node))
+        shape[dim] = 1
+        self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, zeroed=True))
+        carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
+        self.symbols |= free_symbols(shape)
+        if not keeps_states:
+            return carry, None
+        self.buffers.append(Buffer(f"{node.name}_states", (CHUNKS, *shape), dtype, zeroed=False))
+        self.states[node] = len(self.buffers) - 1
+        return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
+
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
@@ -229,7 +247,7 @@ class BodyBuilder(BodyInputs):
         elif isinstance(selector, Span):
             count = rows_in_span(rows, selector)
         else:
-            count = rows_shifted(selector.rows, selector.by, rows.length, length)
+            count = rows_shifted(selector, rows.length, length)
         shape[placement.dim] = product((placement.outer, count, placement.inner))
         return [self.number(size) for size in shape]
 
@@ -255,7 +273,7 @@ class BodyBuilder(BodyInputs):
     def finish(
         self, name: str, content: LoopContent, chunk_size: ChunkSize, device: torch.device
     ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
-        """The loop, the outer nodes that it takes, and the values that it leaves."""
+        """The loop, the outer nodes that it takes, and the values that it leaves; after them the states of its scans."""
         kept: dict[fx.Node, Kept] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
             if node in content.summed:
@@ -271,13 +289,14 @@ class BodyBuilder(BodyInputs):
             stacked.remove(node)
         outputs = [self.value(node) for node in stacked]
         yields: list[Yield] = [*(self._stacked(node) for node in stacked), *kept.values()]
+        yields += [Kept(buffer, self.buffers[buffer].dtype) for buffer in self.states.values()]
         leaves = [*stacked, *kept]
         self.graph.output(tuple(outputs))
         body = fx.GraphModule(torch.nn.Module(), self.graph)
         self.symbols |= free_symbols([self.length])
         if not isinstance(chunk_size, int):
             self.symbols |= free_symbols([chunk_size.row_bytes, chunk_size.stream_bytes])
-        self.symbols -= {symbol for symbol in self.symbols if symbol.name in ("start", "stop")}
+        self.symbols -= {symbol for symbol in self.symbols if symbol.name in PER_CHUNK}
         sources, positions = self.distinct_sources()
         spec = LoopSpec(
             name=name,
@@ -291,7 +310,7 @@ class BodyBuilder(BodyInputs):
             reverse=self.reverse,
             chunk_size=chunk_size,
             device=device,
-            labels=tuple(node.name for node in leaves),
+            labels=(*(node.name for node in leaves), *(self.buffers[buffer].name for buffer in self.states.values())),
         )
         return spec, sources, leaves
 

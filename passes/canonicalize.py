@@ -20,10 +20,12 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, node_argument, shape_of_node
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.convolutions import split_backward
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
+from streamfx.passes.scans import reversed_scan
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -39,6 +41,14 @@ MAKES_AXES = frozenset(
         aten.stack.default,
     }
 )
+FILLERS: dict[Any, float | None] = {
+    aten.full.default: None,
+    aten.full_like.default: None,
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+}
 Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
 
 
@@ -151,12 +161,45 @@ def _pad_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return None if operand is None or any(pad != 0 for pad in node.args[1]) else writer.call(aten.clone.default, operand)  # type: ignore[union-attr]
 
 
-def _cat_with_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """An empty cache in front of the first keys."""
-    full = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
-    if len(full) != 1 or _dtype(full[0]) != _dtype(node):  # type: ignore[arg-type]
+def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """With an empty cache in front of the first keys it is a copy, with a constant around one operand it is padding."""
+    full: list[fx.Node] = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
+    if len(full) == 1 and _dtype(full[0]) == _dtype(node):
+        return writer.call(aten.clone.default, full[0])
+    fills = [_fill_of(item) for item in full]
+    computed = [i for i, fill in enumerate(fills) if fill is None]
+    values = {fill for fill in fills if fill is not None}
+    floating = all(_dtype(item) == _dtype(node) and _dtype(item).is_floating_point for item in full)
+    if len(computed) != 1 or len(values) != 1 or not floating:
         return None
-    return writer.call(aten.clone.default, full[0])
+    (i,) = computed
+    rank = len(shape_of_node(node))
+    dim = bound_arguments(node)["dim"] % rank
+    before, after = (sum(item.meta["val"].shape[dim] for item in side) for side in (full[:i], full[i + 1 :]))
+    if not isinstance(before, int) or not isinstance(after, int):
+        return None
+    return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop())
+
+
+def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Rows written into a constant are those rows with padding around them."""
+    arguments = bound_arguments(node)
+    value, dim = _fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))  # type: ignore[arg-type]
+    length, written = (item.meta["val"].shape[dim] for item in node.args[:2])  # type: ignore[union-attr]
+    start = arguments["start"] or 0
+    floating = _dtype(node).is_floating_point and _dtype(node.args[1]) == _dtype(node)  # type: ignore[arg-type]
+    after = length - written - start if isinstance(start, int) and start >= 0 else None
+    if value is None or not floating or arguments["step"] != 1 or not isinstance(after, int):
+        return None
+    pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
+    return writer.call(aten.constant_pad_nd.default, node.args[1], pad, value)
+
+
+def _fill_of(node: fx.Node) -> float | None:
+    """The number that all elements are, where the operator says so."""
+    arguments = bound_arguments(node) if node.op == "call_function" and node.target in FILLERS else {}
+    value = arguments.get("fill_value", FILLERS.get(node.target))
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -225,6 +268,7 @@ def _device(node: fx.Node) -> torch.device:
 
 
 SIMPLIFIERS: dict[Any, Simplifier] = {
+    aten.convolution_backward.default: split_backward,
     aten.detach.default: _operand,
     aten.alias.default: _operand,
     aten.lift_fresh_copy.default: _operand,
@@ -235,11 +279,14 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,
-    aten.cat.default: _cat_with_nothing,
+    aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad_by_nothing,
+    aten.flip.default: reversed_scan,
     aten.new_zeros.default: _filler(0),
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),
+    aten.new_empty_strided.default: _filler(0),
+    aten.slice_scatter.default: _written_over_filler,
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,

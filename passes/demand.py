@@ -18,11 +18,13 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, tensor_operands
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product
+from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
 
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
+CUTS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
 
 
@@ -85,7 +87,34 @@ class _Analysis:
                 self.forms[node] = (Form.SCALAR,)
             else:
                 self.forms[node] = self._forms_of(node, orientation)
+        self._join_whole_operators()
         return DemandFacts(self.roles, self.forms, self.reasons)
+
+    def _join_whole_operators(self) -> None:
+        """What lies between operators that run whole runs whole as well, where that makes nothing larger.
+
+        A recurrence that is written row by row adds up its gradients row by row: each sum would be a loop of its own.
+        """
+        wanted = set[fx.Node]()
+        for node in reversed(self.joint.nodes):
+            if any(user in wanted or user in self.reasons for user in node.users) and self._can_run_whole(node):
+                wanted.add(node)
+        for node in (node for node in self.joint.nodes if node in wanted):
+            rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
+            if not rows and not any(user in self.reasons for user in node.users):
+                continue
+            if all(self.forms[operand][0] is Form.WHOLE for operand in rows):
+                self.forms[node] = (Form.WHOLE,)
+
+    def _can_run_whole(self, node: fx.Node) -> bool:
+        """Whether an operator makes rows, of which it needs no more memory than for the rows that it takes."""
+        if not is_tensor(node) or self.forms[node] != (Form.ROWS,) or is_expensive(node) or is_random(node):
+            return False
+        operands = tensor_operands(node)
+        return not operands or self._elements(node) <= max(self._elements(operand) for operand in operands)
+
+    def _elements(self, node: fx.Node) -> int:
+        return numeric(product(shape_of_node(node)))
 
     # -- sequence letters
 
@@ -185,7 +214,8 @@ class _Analysis:
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
-                self.reasons[node] = MIXES_ROWS.format(target=node.target)
+                reason = CUTS_ROWS if is_moved_elements(node) else MIXES_ROWS
+                self.reasons[node] = reason.format(target=node.target)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
 
@@ -205,12 +235,12 @@ class _Analysis:
         """Whether an operator that runs whole forces values out of their loops: not where the sequence is only cut out of a
         table, or its gradient put back into one.
         """
-        crosses_border = any(self._is_border(node, letter, source) for letter, (source, _) in signature.shifts.items())
+        crosses_border = any(self._is_cut_out(node, letter, source) for letter, (source, _) in signature.shifts.items())
         return node not in self.axes.static and not crosses_border
 
-    def _is_border(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
-        dims = (self.axes.letters[node][item] for item in (letter, source))
-        return sum(self.axes.sequence_atom(dim) is not None for dim in dims) == 1
+    def _is_cut_out(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
+        letters = self.axes.letters[node]
+        return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
     def _has_double_letter(self, node: fx.Node) -> bool:
         """Whether a dimension holds the sequence twice (`(t t)` after a flatten): no rows can be taken from that."""
@@ -230,7 +260,7 @@ class _Analysis:
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
             if letter in signature.whole and role is Role.ROWS:
-                role = Role.WHOLE
+                role = Role.ROWS if self._is_carried(node, signature, letter, letters) else Role.WHOLE
             roles[letter] = role
         for letter, (source, _) in signature.shifts.items():
             if (letter in roles) != (source in roles):  # cut out of, or put into, something that is no sequence
@@ -238,6 +268,12 @@ class _Analysis:
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
         return roles
+
+    def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
+        """Whether an operator's rows follow one another in the direction in which its half's loops run."""
+        is_backward = node not in self.joint.forward
+        is_alone = len(letters) == 1 and len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
+        return is_alone and signature.scans.get(letter) == is_backward
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
         """Whether both sides are rows of an axis of their own."""

@@ -9,10 +9,14 @@ from torch import fx
 
 from streamfx.ir.facts import Role
 from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
-from streamfx.ir.program import Shifted
+from streamfx.ir.needs import OWN_ROWS, Need
+from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
 from streamfx.ir.sizes import product
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.rules.attention import M, N
+from streamfx.passes.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import attention as chunked
+from streamfx.runtime import scans, windows
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
     first_in_chunk,
@@ -79,14 +83,14 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     assert isinstance(selector, Shifted)
     operand = builder.operand(need)
     own, length = placement.rows, builder.length
-    low = first_shifted(selector.rows, selector.by, own.length, length)
-    count = rows_shifted(selector.rows, selector.by, own.length, length)
-    is_chunk = builder.outer(need.operand) is None and builder.layout.is_shifted_apart(placement, selector) == 0
+    low = first_shifted(selector, own.length, length)
+    count = rows_shifted(selector, own.length, length)
+    is_chunk = builder.outer(need.operand) is None and builder.layout.distance(placement, selector) == OWN_ROWS
     if is_chunk:
         start = low - first_in_chunk(own, length)
         stop = builder.number(start + count)
         operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
-    before = rows_before_shifted(selector.rows, selector.by, own.length, length)
+    before = rows_before_shifted(selector, own.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:
         return operand
@@ -97,16 +101,73 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
 
 
+@emits(aten.convolution.default)
+def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
+    x, *others = builder.layout.needs(node)
+    if not x.where or not isinstance(x.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    rows, weight, *bias = (builder.operand(need) for need in (x, *others))
+    around = _around(builder, x)
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.convolve, (rows, weight, bias[0] if bias else None, around, *options))
+
+
+@emits(aten.convolution_backward.default)
+def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, *others = builder.layout.needs(node)
+    if not gradient.where or not isinstance(gradient.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    operands = [builder.operand(need) for need in (gradient, *others)]
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.weight_gradient, (*operands, _around(builder, gradient), *options))
+
+
+def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
+    """How many rows of the chunk's windows lie before the first row of the operand, and how many behind the last."""
+    placement, _, selector = need.where[0]
+    assert isinstance(selector, Shifted)
+    own, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, own, length)
+    after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
+    return builder.number(before), builder.number(after)
+
+
+@emits(*FORWARD, *REVERSE)
+def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left: in this loop, or in one that ran the other way."""
+    (dim,) = builder.layout.axes.signatures[node].scans or (0,)
+    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
+        return emit_copy(builder, node)
+    reverse = node.target in REVERSE
+    (rows,) = builder.operands(node)
+    dtype = node.meta["val"].dtype
+    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    before = builder.number(builder.length - STOP if reverse else START)
+    chunk = builder.number(CHUNK)
+    known = builder.outer_states(node)
+    if builder.reverse == reverse:
+        keeps_states = not reverse and known is None
+        carry, states = builder.carry(node, dim, scans.carry_type(dtype), keeps_states)
+        return builder.graph.call_function(scans.advance, (*what, carry, before, states, chunk))
+    if known is None:
+        raise NotImplementedError(f"{node.name} is scanned against the direction of its loop")
+    states = builder.feed(f"{node.name}_states", Same(), known)
+    return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
+
+
 @emits(aten.repeat.default)
 def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A dimension of size one is repeated as often as the chunk has rows."""
+    """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
     (operand,) = builder.operands(node)
     own = shape_of_node(tensor_operands(node)[0])
     times = list(bound_arguments(node)["repeats"])
-    for position, size in enumerate(builder.result_shape(node)):
+    for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
         before = position - (len(times) - len(own))
-        if before < 0 or own[before] == 1:
-            times[position] = size
+        if before < 0 or own[before] == 1 or len(dim) == 2:
+            times[position] = builder.number(builder.letter_size(node, dim[0]))
     return builder.graph.call_function(aten.repeat.default, (operand, times))
 
 
@@ -152,14 +213,19 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
     if node in layout.causality.exact:
         return None, _distance(builder, node), (span.low, span.high)
     if is_causal:  # a mask on top of the causal flag
-        return (mask[0] if mask else None), _distance(builder, node), (None, 0)
+        apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _distance(builder, node), (None, apart)
     return (mask[0] if mask else None), None, None
 
 
 def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
-    from streamfx.passes.rules.attention import M, N
-
     return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of row or key number 0; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
 
 
 def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:

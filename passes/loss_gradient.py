@@ -100,10 +100,18 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
     """Only for a stage without attention, in one loop: nothing else would be saved."""
     assert facts.demand is not None
     return all(
-        Role.KEYS not in facts.demand.roles.get(node, {}).values() and facts.demand.forms[node][0] is not Form.KEYSUM
+        Role.KEYS not in facts.demand.roles.get(node, {}).values()
+        and facts.demand.forms[node][0] is not Form.KEYSUM
+        and not (node in stage.backward and _is_scan(node, facts))
         for node in (*stage.forward, *stage.backward)
         if node in facts.demand.forms
     ) and any(form is Form.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
+
+
+def _is_scan(node: fx.Node, facts: Facts) -> bool:
+    """Whether a node asks for the direction in which its own half's loops run."""
+    signature = facts.axes.signatures.get(node)  # type: ignore[union-attr]
+    return signature is not None and bool(signature.scans)
 
 
 def _moved(facts: Facts, tangent: fx.Node) -> Facts:

@@ -31,8 +31,10 @@ from streamfx.ir.pieces import (
 )
 from streamfx.ir.sizes import size_of
 from streamfx.passes.intervals import COMPARISONS, evaluate, filled, is_minus_infinity, is_zero, ordinary
-from streamfx.passes.linear import CONTRACTIONS
+from streamfx.passes.linear import CONTRACTIONS, is_random
 from streamfx.passes.positions import Affine, affine_of
+from streamfx.passes.rules.attention import M, N
+from streamfx.passes.rules.registry import broadcast, rule_for
 
 aten = torch.ops.aten
 
@@ -94,9 +96,21 @@ class Masks:
         mask = arguments.get("attn_mask")
         bias = everywhere(Const(0.0)) if mask is None else self._operand(mask, node)
         if arguments.get("is_causal"):
-            hidden = Pieces((1,), (Const(0.0), Const(float("-inf"))))
+            apart = self._apart(node)
+            if apart is None:
+                return everywhere(UNKNOWN)
+            hidden = Pieces((apart + 1,), (Const(0.0), Const(float("-inf"))))
             bias = combined(lambda a, b: everywhere(b if is_minus_infinity(b, False) else a), bias, hidden)
         return bias
+
+    def _apart(self, node: fx.Node) -> int | None:
+        """How far a fused attention's key number i stands from its query number i: what `is_causal` compares are numbers."""
+        sequence, letters = self._axes.sequence, self._axes.letters[node]
+        atoms = [self._axes.sequence_atom(letters[letter]) for letter in (N, M)]
+        if sequence is None or None in atoms:
+            return None
+        key, query = (sequence.members[atom][0] for atom in atoms if atom is not None)
+        return key - query if isinstance(key - query, int) else None
 
     # -- values with rows and keys
 
@@ -273,7 +287,12 @@ class Masks:
         return combined(lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores)
 
     def _elementwise(self, node: fx.Node) -> Pieces:
-        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown."""
+        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown.
+
+        Only operators that work element by element may be evaluated on the one number that all elements are.
+        """
+        if rule_for(node) is not broadcast or is_random(node) or node.target is aten.empty_like.default:
+            return everywhere(UNKNOWN)
         relative = self._relative(node)
         if relative is not None:
             return relative

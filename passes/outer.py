@@ -10,13 +10,14 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_size, is_tensor, node_argument
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
 from streamfx.passes.regions import Region, is_loop_value
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ class OuterBuilder:
         self.module = torch.nn.Module()
         self.env: dict[fx.Node, fx.Node] = {}
         self.symbols: dict[sympy.Symbol, Any] = {}
+        self.states: dict[fx.Node, fx.Node] = {}
         self.loops: list[Loop] = []
 
     def has(self, node: fx.Node) -> bool:
@@ -99,6 +101,10 @@ class OuterBuilder:
             found = self.env[node]
         return found
 
+    def states_of(self, node: fx.Node) -> fx.Node | None:
+        """The states that a scan had at the start of each chunk, where another loop has left them."""
+        return self.states.get(node)
+
     # -- loops
 
     def run(self, name: str, region: Region, chunk_size: ChunkSize, device: torch.device) -> None:
@@ -125,7 +131,7 @@ class OuterBuilder:
         self.emit(node)
 
     def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize, device: torch.device) -> None:
-        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse, self.plan)
+        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse, self.plan, self.states_of)
         spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size, device)
         loop = Loop(spec)
         self.module.add_module(name, loop)
@@ -136,3 +142,15 @@ class OuterBuilder:
             made = self.graph.call_function(operator.getitem, (call, position))
             made.meta = {"val": node.meta["val"], "joint": node.name}
             self.env[node] = made
+        for position, node in enumerate(builder.states, len(leaves)):
+            made = self.graph.call_function(operator.getitem, (call, position))
+            made.meta = {"val": first_row(node), "joint": node.name}
+            self.states[node] = made
+
+
+def first_row(node: fx.Node) -> torch.Tensor:
+    """A fake value like a state of a scan: how many chunks leave one is known at run time."""
+    dim = bound_arguments(node)["dim"]
+    value: torch.Tensor = node.meta["val"]
+    with torch.no_grad():
+        return torch.empty_like(value.narrow(dim, 0, 1), dtype=carry_type(value.dtype)).unsqueeze(0)

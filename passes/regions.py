@@ -22,7 +22,6 @@ from torch import fx
 from streamfx.ir.facts import Form, Role, Span
 from streamfx.ir.joint import is_size, is_tensor, node_argument
 from streamfx.ir.needs import Layout, Need
-from streamfx.ir.program import Selector, Shifted
 from streamfx.passes.linear import is_expensive
 
 
@@ -141,14 +140,7 @@ def is_met_in_same_loop(need: Need, layout: Layout, reverse: bool) -> bool:
     if form is Form.KEYSUM:
         span = layout.span(producer_of(need.operand))
         return need.roles == {Role.ROWS} and need.selector is None and _is_seen(span, not reverse)
-    placement = need.where[0][0]
-    return _is_seen(_as_span(need.selector, layout.is_shifted_apart(placement, need.selector)), reverse)
-
-
-def _as_span(selector: Selector, distance: int) -> Span:
-    if isinstance(selector, Span):
-        return selector
-    return Span(distance, distance) if isinstance(selector, Shifted) else Span(0, 0)
+    return _is_seen(layout.distance(need.where[0][0], need.selector), reverse)
 
 
 def _is_seen(span: Span, reverse: bool) -> bool:

@@ -147,6 +147,11 @@ class _BackwardBuilder(OuterBuilder):
             self.env[node] = self.saved[node] = made
         return self.env.get(node)
 
+    def states_of(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.states and node in self.forward.states:
+            self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
+        return self.states.get(node)
+
     def symbol(self, symbol: sympy.Symbol) -> Any:
         if symbol not in self.numbers:
             value = self.forward.symbols[symbol]
@@ -180,13 +185,13 @@ class _BackwardBuilder(OuterBuilder):
         """Close the graph; returns the forward nodes to save, in order: tensors, then numbers."""
         self.graph.output(gradients)
         previous: fx.Node | None = None
-        for made in (*self.numbers.values(), *self.saved.values(), *self.tangents):
+        for made in (*self.numbers.values(), *self.saved.values(), *self.states.values(), *self.tangents):
             if previous is None:
                 next(iter(self.graph.nodes)).prepend(made)
             else:
                 previous.append(made)
             previous = made
-        saved = [self.forward.env[node] for node in self.saved]
+        saved = [self.forward.env[node] for node in self.saved] + [self.forward.states[node] for node in self.states]
         return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
 
 

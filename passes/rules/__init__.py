@@ -1,6 +1,6 @@
 """What each operator does with its axes: one table, a file per operator family."""
 
-from streamfx.passes.rules import attention, factories, indexing, loss, matmul, pointwise, reductions, views
+from streamfx.passes.rules import attention, convolution, factories, indexing, loss, matmul, pointwise, reductions, scans, views
 from streamfx.passes.rules.registry import RULES, Call, rule, rule_for, signatures
 from streamfx.passes.rules.taken_apart import TAKEN_APART
 
@@ -9,6 +9,7 @@ __all__ = [
     "TAKEN_APART",
     "Call",
     "attention",
+    "convolution",
     "factories",
     "indexing",
     "loss",
@@ -17,6 +18,7 @@ __all__ = [
     "reductions",
     "rule",
     "rule_for",
+    "scans",
     "signatures",
     "views",
 ]

@@ -20,6 +20,19 @@ signatures(
 )
 
 
+@rule(aten.linalg_solve_triangular.default)
+def solve_triangular(call: Call) -> Signature | None:
+    """One system for each index of the leading dimensions; columns of the right side are solved one by one."""
+    rank = len(call.shape)
+    if any(len(shape) != rank for shape in call.shapes):
+        return None
+    letters = tuple((i,) for i in range(rank))
+    matrix, other = ((*letters[:-2], (rank,), (rank + 1,)), letters)
+    if not call.arguments()["left"]:
+        return Signature((matrix, other), (letters,), whole=frozenset({rank - 1, rank, rank + 1}))
+    return Signature((matrix, other), (letters,), whole=frozenset({rank - 2, rank, rank + 1}))
+
+
 @rule(aten.addmm.default, aten.baddbmm.default)
 def add_product(call: Call) -> Signature | None:
     """`bias + a @ b`: the bias is broadcast against the result and must not be added once per part of a sum.

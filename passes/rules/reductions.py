@@ -84,10 +84,8 @@ def softmax_backward(call: Call) -> Signature:
 
 
 @rule(
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
     aten.cummax.default,
+    aten.cummin.default,
     aten.sort.default,
     aten.sort.stable,
     aten.argsort.default,

@@ -22,23 +22,40 @@ def _own_letters(rank: int) -> LetterShape:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: Call) -> Signature | None:
-    """Regroup the atoms; one letter per atom."""
+    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed whole."""
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
         return None
-    numbers = count()
-    atoms: dict[int, Dim] = {}
-
-    def lettered(dims: Sequence[Dim]) -> LetterShape:
-        return tuple(tuple(next(numbers) for _ in dim) for dim in dims)
-
     before = call.dims(0)
-    operand = lettered(before)
-    numbers = count()
-    result = lettered(groups)
-    for letters, dim in zip((*operand, *result), (*before, *groups), strict=True):
-        atoms.update({letter: (atom,) for letter, atom in zip(letters, dim, strict=True)})
-    return Signature((operand,), (result,), atoms=atoms)
+    numbers, atoms, whole = count(), dict[int, Dim](), set[int]()
+    sides: tuple[list[int], list[int]] = ([], [])
+    old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
+    while old and new:
+        if old[0] == new[0]:
+            steps = ((old, 1), (new, 1))
+            shared = next(numbers)
+            atoms[shared] = (old[0],)
+            letters = ([shared], [shared])
+        else:
+            is_cut = call.axes.are_blocks(old[0], tuple(new[:2]))
+            if not is_cut and not call.axes.are_blocks(new[0], tuple(old[:2])):
+                return None
+            steps = ((old, 1), (new, 2)) if is_cut else ((old, 2), (new, 1))
+            letters = tuple([next(numbers) for _ in range(length)] for _, length in steps)
+            for (side, length), own in zip(steps, letters, strict=True):
+                atoms.update({letter: (atom,) for letter, atom in zip(own, side[:length], strict=True)})
+                whole.update(own)
+        for (side, length), own, found in zip(steps, letters, sides, strict=True):
+            del side[:length]
+            found.extend(own)
+    operand, result = (_grouped(found, dims) for found, dims in zip(sides, (before, groups), strict=True))
+    return Signature((operand,), (result,), atoms=atoms, whole=frozenset(whole))
+
+
+def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+    """Letters in groups as long as the dimensions."""
+    remaining = iter(letters)
+    return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
 
 
 @rule(aten.unsqueeze.default)
@@ -204,24 +221,35 @@ def cat(call: Call) -> Signature:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Signature:
-    """Dimensions of size one can be repeated like `expand`; others mix rows."""
+    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
     repeats = call.arguments()["repeats"]
     rank = len(call.shape)
-    result = _own_letters(rank)
     skipped = rank - len(call.shapes[0])
-    own: list[LetterDim] = []
-    fresh, whole = count(rank), set()
-    for i, size in enumerate(call.shapes[0]):
-        times = repeats[skipped + i]
-        if size == 1:
-            own.append(())
-        elif times == 1:
-            own.append(result[skipped + i])
-        else:
-            letter = next(fresh)
-            own.append((letter,))
-            whole |= {letter, skipped + i}
-    return Signature((tuple(own),), (result,), whole=frozenset(whole))
+    own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
+    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
+        own.append(result[i] if size != 1 else ())
+        if size != 1 and repeats[i] != 1:
+            atoms |= {i: dim, rank + i: call.axes.fresh(size_of(repeats[i]))}
+            result[i] = (rank + i, i)
+    return Signature((tuple(own),), (tuple(result),), atoms=atoms)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Signature:
+    """One row is written over."""
+    letters = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(letters)
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), whole=frozenset({dim}))
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Signature:
+    """Some rows are written over: those written and the result have an axis of their own."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    letters = _own_letters(rank)
+    written = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((letters, written), (letters,), whole=frozenset({dim, rank}))
 
 
 @rule(aten.flip.default, aten.roll.default)

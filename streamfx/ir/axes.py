@@ -16,9 +16,11 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 
 class AxisTable:
-    """Union-find over atoms, each of which may also be refined into a product of finer ones."""
+    """Union-find over atoms, each of which may also be refined into a product of finer ones, except for those in `unsplit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsplit: Sequence[Atom] = ()) -> None:
+        self._unsplit = unsplit
+        self._blocks: list[tuple[Atom, Dim]] = []  # unsplit atoms, and the axes into which a view cuts them
         self._parent: list[Atom] = []
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
@@ -82,10 +84,36 @@ class AxisTable:
                     left = rest
                 elif self._refine(atom, left):
                     todo.extend(reversed(self._parts[atom]))
+                elif blocks := self._cut(atom, left):
+                    todo.extend(reversed(blocks))
                 else:
                     return None
-            dims.append(tuple(dim))
+            dims.append(self._joined(dim))
         return None if todo else tuple(dims)
+
+    def are_blocks(self, atom: Atom, blocks: Dim) -> bool:
+        """Whether a view has cut an unsplit atom into these axes: (outer, inner), neither of which is any part of it."""
+        return any(self._root(own) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for own, cut in self._blocks)
+
+    def _cut(self, atom: Atom, outer: Size) -> Dim | None:
+        """Axes for an unsplit atom in blocks; the same ones each time."""
+        inner = quotient(self.size(atom), outer)
+        if inner is None or atom not in map(self._root, self._unsplit):
+            return None
+        for own, blocks in self._blocks:
+            if self._root(own) == atom and self.size(blocks[0]) == outer:
+                return blocks
+        self._blocks.append((atom, (self._new(outer), self._new(inner))))
+        return self._blocks[-1][1]
+
+    def _joined(self, dim: list[Atom]) -> Dim:
+        """A dimension in which blocks that stand side by side again are the atom that was cut into them."""
+        for atom, blocks in self._blocks:
+            cut = self.resolve(blocks)
+            for i in range(len(dim) - len(cut) + 1):
+                if self.resolve(dim[i : i + len(cut)]) == cut:
+                    dim = [*dim[:i], self._root(atom), *dim[i + len(cut) :]]
+        return tuple(dim)
 
     def _next(self, todo: list[Atom]) -> Atom:
         """Take an atom off a reversed list; one that was split or matched since it was put there is resolved again."""
@@ -95,7 +123,7 @@ class AxisTable:
     def _refine(self, atom: Atom, outer: Size) -> bool:
         """Split an atom into `outer` times the rest, where that divides."""
         inner = quotient(self.size(atom), outer)
-        if inner is None:
+        if inner is None or atom in map(self._root, self._unsplit):
             return False
         self._parts[atom] = (self._new(outer), self._new(inner))
         return True

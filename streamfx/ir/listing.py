@@ -173,7 +173,8 @@ def _where_text(where: tuple[tuple[Placement, Selector], ...]) -> str:
 
 def _selector_text(selector: Selector) -> str:
     if isinstance(selector, Shifted):
-        return f"[s, e) shifted by {selector.by}"
+        window = f" to {selector.by + selector.reach}" if selector.reach else ""
+        return f"[s, e) shifted by {selector.by}{window}"
     return str(selector) if isinstance(selector, Span) else "[s, e)"
 
 

@@ -13,6 +13,8 @@ from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, Rows, Selector, Shifted
 from streamfx.ir.sizes import Size, product
 
+OWN_ROWS = Span(0, 0)
+
 
 @dataclass(frozen=True)
 class Need:
@@ -91,14 +93,17 @@ class Layout:
         if role is Role.KEYS:
             return self.span(node, asked)
         if role is Role.ROWS:
-            for result_letter, (source, by) in self.axes.signatures[node].shifts.items():
+            signature = self.axes.signatures[node]
+            for other, (source, by) in signature.shifts.items():
                 if source == letter:
-                    return Shifted(self.rows(self.axes.letters[node][result_letter]), by)
+                    return Shifted(self.rows(self.axes.letters[node][other]), by, signature.reach.get(other, 0))
         return None
 
-    def is_shifted_apart(self, placement: Placement, selector: Selector) -> int:
-        """For a shifted need: how far its rows lie from the chunk's own; 0 where they are the chunk's own rows."""
-        if not isinstance(selector, Shifted):
-            return 0
-        distance = selector.by + placement.rows.offset - selector.rows.offset
-        return distance if isinstance(distance, int) else (0 if distance == 0 else 1 << 40)
+    def distance(self, placement: Placement, selector: Selector) -> Span:
+        """How far the rows of a need with a single sequence dimension lie from the chunk's own; unbounded where unknown."""
+        if isinstance(selector, Span):
+            return selector
+        if selector is None:
+            return OWN_ROWS
+        low = selector.by + placement.rows.offset - selector.rows.offset
+        return Span(low, low + selector.reach) if isinstance(low, int) else Span()

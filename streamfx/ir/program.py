@@ -13,7 +13,12 @@ from streamfx.ir.facts import Span
 from streamfx.ir.plan import ChunkSize
 from streamfx.ir.sizes import Size
 
-START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)
+START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # of the current chunk
+CHUNK, CHUNKS = (
+    sympy.Symbol("chunk", integer=True),
+    sympy.Symbol("chunks", integer=True),
+)  # its number, counted from the first row
+PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS)}
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shifted:
-    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one."""
+    """The rows that a chunk of another axis, `rows`, stands for: its row i is row i + `by` here, where there is one.
+
+    With a `reach` it is a window: row i stands for rows i + `by` to i + `by` + `reach`.
+    """
 
     rows: Rows
     by: Size
+    reach: int = 0
 
 
 Selector: TypeAlias = "Span | Shifted | None"  # None: the chunk's own rows

@@ -24,7 +24,10 @@ class Signature:
 
     `operands` follow the tensor arguments in the order of the call, `results` the outputs. `atoms` binds letters that
     stand for less than a whole dimension. `shifts` maps a result's letter to (the operand's letter, start): row i of the
-    result is row i + start of the operand (slice), or the other way round where `start` is negative (padding).
+    result is row i + start of the operand (slice), or the other way round where `start` is negative (padding). Where such a
+    letter has a `reach`, row i goes with all rows from i + start to i + start + reach (a convolution's window). Between two
+    operands of a sum the same holds for a letter that both lose.
+    `scans` maps a letter to whether its rows are scanned from the last to the first, each taking in all rows before it.
     `keys` marks the letters that run over keys where an attention operator knows it.
     `combine` says how the parts of a contracted letter are put together.
     """
@@ -35,6 +38,8 @@ class Signature:
     keys: frozenset[Letter] = frozenset()
     atoms: Mapping[Letter, Dim] = field(default_factory=dict)
     shifts: Mapping[Letter, tuple[Letter, int]] = field(default_factory=dict)
+    reach: Mapping[Letter, int] = field(default_factory=dict)
+    scans: Mapping[Letter, bool] = field(default_factory=dict)
     combine: str = "sum"
 
     def letters(self) -> set[Letter]:

@@ -71,7 +71,8 @@ class SampledLoop(Loop):
         elif isinstance(selector, Shifted):
             own = self.size(selector.rows.offset, env)
             ends |= {own, own + self.size(selector.rows.length, env)}
-            shifts = {0, self.size(selector.by, env)}
+            by = self.size(selector.by, env)
+            shifts = {0, by, by + selector.reach}
         return {end - shift for end in ends for shift in shifts}
 
 

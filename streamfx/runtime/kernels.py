@@ -33,6 +33,9 @@ class Kernels(NamedTuple):
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
     """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e]."""
+    if not query.shape[2] or not key.shape[2]:  # kernels divide by both
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
     return KERNELS[query.device.type].forward(query, key, value, bias, causal, scale)
 
 
@@ -48,6 +51,8 @@ def backward(
     scale: float | None,
 ) -> Gradients:
     """Gradients of queries, keys and values."""
+    if not query.shape[2] or not key.shape[2]:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     return KERNELS[query.device.type].backward(gradient, query, key, value, out, lse, bias, causal, scale)
 
 

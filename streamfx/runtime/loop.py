@@ -38,12 +38,14 @@ class Loop(nn.Module):
         env: Env = {symbol.name: int(value) for symbol, value in zip(spec.symbols, arguments, strict=False)}
         tensors = arguments[len(spec.symbols) :]
         length = self.size(spec.length, env)
+        step = self.rows_per_chunk(length, env)
+        env["chunks"] = max(1, -(-length // step))
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
         run = self.compiled or self.body.forward
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
         results = [self._result(item, tensors, env) for item in stacked]
         for number, (start, stop) in enumerate(self.chunks(length, env)):
-            env.update(start=start, stop=stop)
+            env.update(start=start, stop=stop, chunk=start // step)
             feeds = list(self._feeds(env, tensors, buffers, length, number))
             made = run(*feeds)
             del feeds
@@ -113,7 +115,7 @@ class Loop(nn.Module):
         if selector is None:
             return member_bounds(start, stop, length, offset, rows)
         other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
-        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows)
+        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows, selector.reach)
 
     # -- results
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from streamfx.ir.facts import Span
-from streamfx.ir.program import START, STOP, Rows
+from streamfx.ir.program import START, STOP, Rows, Shifted
 from streamfx.ir.sizes import Size, free_symbols, simplified
 
 
@@ -30,7 +30,8 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, by, own): rows of a chunk that exist on an axis shifted against it."""
+    """shifted_count(start, stop, length, offset, rows, by, own, reach): how many rows of an axis of `own` rows a chunk of
+    another axis stands for."""
 
 
 class shifted_start(sympy.Function):
@@ -58,17 +59,19 @@ def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset
     return first, max(last - first, 0)
 
 
-def shifted_bounds(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int) -> tuple[int, int]:
-    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for, whose row i is row i + by."""
+def shifted_bounds(
+    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0
+) -> tuple[int, int]:
+    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for: its row i is rows i + by to i + by + reach."""
     first, count = member_bounds(start, stop, length, offset, rows)
-    low, high = min(max(first + by, 0), own), min(max(first + count + by, 0), own)
+    low, high = min(max(first + by, 0), own), min(max(first + count + by + reach, 0), own)
     return low, high - low
 
 
-def rows_before(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int) -> int:
-    """How many rows of the chunk lie before row 0 of the other axis: all or none where the two do not meet."""
+def rows_before(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0) -> int:
+    """How many rows that the chunk asks for lie before row 0 of the other axis: all or none where the two do not meet."""
     first, count = member_bounds(start, stop, length, offset, rows)
-    return min(max(-first - by, 0), count)
+    return min(max(-first - by, 0), count + reach)
 
 
 def rows_in_chunk(rows: Rows, length: Size) -> Size:
@@ -84,16 +87,21 @@ def first_in_chunk(rows: Rows, length: Size) -> Size:
     return member_start(START, STOP, length, rows.offset, rows.length)
 
 
-def rows_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
-    return shifted_count(START, STOP, length, rows.offset, rows.length, by, own)
+def rows_shifted(shifted: Shifted, own: Size, length: Size) -> Size:
+    return shifted_count(START, STOP, length, *_shift(shifted, own))
 
 
-def first_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
-    return shifted_start(START, STOP, length, rows.offset, rows.length, by, own)
+def first_shifted(shifted: Shifted, own: Size, length: Size) -> Size:
+    return shifted_start(START, STOP, length, *_shift(shifted, own))
 
 
-def rows_before_shifted(rows: Rows, by: Size, own: Size, length: Size) -> Size:
-    return shifted_before(START, STOP, length, rows.offset, rows.length, by, own)
+def rows_before_shifted(shifted: Shifted, own: Size, length: Size) -> Size:
+    return shifted_before(START, STOP, length, *_shift(shifted, own))
+
+
+def _shift(shifted: Shifted, own: Size) -> tuple[Any, ...]:
+    window = (shifted.reach,) if shifted.reach else ()
+    return shifted.rows.offset, shifted.rows.length, shifted.by, own, *window
 
 
 def rows_in_span(rows: Rows, span: Span) -> Size:

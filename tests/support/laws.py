@@ -36,7 +36,8 @@ class Call:
 
     def results(self) -> tuple[Tensor, ...]:
         made = self.target(*self.args, **self.kwargs)
-        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        made = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        return tuple(item for item in made if isinstance(item, Tensor))  # None: a gradient not asked for
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def traced(call: Call) -> Traced:
         node.meta["val"] = tuple(made)
         outputs = []
         for i, item in enumerate(made):
+            if not isinstance(item, Tensor):
+                continue
             outputs.append(graph.call_function(operator.getitem, (node, i)))
             outputs[-1].meta["val"] = item
     else:

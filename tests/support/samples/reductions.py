@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamfx.passes.rules.scans import REVERSE
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten
@@ -60,9 +61,10 @@ sample(aten._safe_softmax.default)(lambda s: (s.draw(s.b, s.t, s.d), -1))
 for backward in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
     sample(backward)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), -1, torch.float64))
     sample(backward)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), 0, torch.float64))
-for running in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default):
+running_kinds = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
+for running in (*running_kinds, *REVERSE):
     sample(running)(lambda s: (s.draw(s.b, s.t, s.d), 1))
-    sample(running)(lambda s: (s.draw(s.b, s.t), -2))
+    sample(running)(lambda s: (s.draw(s.b, s.t), 0))
 sample(aten.sort.default, aten.argsort.default)(lambda s: (s.draw(s.b, s.t, s.d), 1))
 sample(aten.sort.default, aten.argsort.default)(lambda s: (s.draw(s.b, s.t),))
 sample(aten.sort.stable)(lambda s: (s.draw(s.b, s.t), {"stable": True, "dim": 0}))
@@ -100,3 +102,9 @@ def rms_norm_backward(s: Sizes) -> tuple[Any, ...]:
     """There is no CPU kernel: only shapes can be compared."""
     x, scale, weight = (item.to("meta") for item in (s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, 1), s.draw(s.d)))
     return x, x.clone(), [s.d], scale, weight, [True, True]
+
+
+sample(aten.linalg_solve_triangular.default)(lambda s: (s.draw(s.b, s.t, s.d, s.d), s.draw(s.b, s.t, s.d, s.k), {"upper": True}))
+sample(aten.linalg_solve_triangular.default)(
+    lambda s: (s.draw(s.b, s.d, s.d), s.draw(s.b, s.t, s.d), {"upper": False, "left": False})
+)

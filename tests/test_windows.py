@@ -1,0 +1,204 @@
+"""Operators that look a few rows back (or ahead): short convolutions, token shifts; and those that carry a total along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.ir.facts import Facts
+from tests.support import decoders, layouts
+from tests.support.exactness import Report, compare
+
+WIDTH, TAPS, LENGTH = 8, 4, 19
+
+Mixer = Callable[["Mixed", Tensor], Tensor]
+
+
+class Mixed(nn.Module):
+    """Embedding, layers of a mixer over the rows and an MLP, head and loss. No attention unless the mixer has one."""
+
+    def __init__(self, mixer: Mixer, layers: int = 1) -> None:
+        super().__init__()
+        self.mixer, self.layers = mixer, layers
+        self.embed, self.head = nn.Embedding(23, WIDTH), nn.Linear(WIDTH, 23, bias=False)
+        self.up, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.depthwise = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, padding=TAPS - 1)
+        self.valid = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, bias=False)
+        self.full = nn.Conv1d(WIDTH, WIDTH, 3, dilation=2)
+        self.grouped = nn.Conv1d(WIDTH, WIDTH, 3, groups=2, padding=2)
+        self.same = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.point = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.turned = nn.ConvTranspose1d(WIDTH, WIDTH, 3)
+        self.mu = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(self.layers):
+            x = x + self.mixer(self, F.rms_norm(x, (WIDTH,)))
+            x = x + self.down(F.silu(self.up(F.layer_norm(x, (WIDTH,)))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def padded_then_cut(m: Mixed, x: Tensor) -> Tensor:
+    return F.silu(m.depthwise(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2) * m.gate(x)
+
+
+def padded_on_the_left(m: Mixed, x: Tensor) -> Tensor:
+    return m.valid(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
+
+
+def gated_on_both_sides(m: Mixed, x: Tensor) -> Tensor:
+    before, after, value = m.up(x).transpose(1, 2).chunk(3, dim=1)
+    return m.down(torch.cat([after * m.depthwise(before * value)[..., : x.shape[1]]] * 3, 1).transpose(1, 2))
+
+
+def dilated(m: Mixed, x: Tensor) -> Tensor:
+    return m.full(F.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2)
+
+
+def in_groups(m: Mixed, x: Tensor) -> Tensor:
+    return m.grouped(x.mT)[..., :-2].mT
+
+
+def one_after_the_other(m: Mixed, x: Tensor) -> Tensor:
+    length = x.shape[1]
+    return m.grouped(F.gelu(m.depthwise(x.mT)[..., :length]))[..., :length].mT
+
+
+def of_one_tap(m: Mixed, x: Tensor) -> Tensor:
+    return m.point(x.mT).mT
+
+
+def turned_around(m: Mixed, x: Tensor) -> Tensor:
+    return m.turned(x.mT)[..., : x.shape[1]].mT
+
+
+def beside_attention(m: Mixed, x: Tensor) -> Tensor:
+    q, k, v = (m.depthwise(y.mT)[..., : x.shape[1]].mT[:, None] for y in (x, m.gate(x), x * m.mu))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+
+
+def shifted_by_concatenation(m: Mixed, x: Tensor) -> Tensor:
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    return m.gate(x * m.mu + before * (1 - m.mu))
+
+
+def shifted_by_padding(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(torch.lerp(F.pad(x, (0, 0, 1, -1)), x, m.mu))
+
+
+def shifted_by_a_padding_layer(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(x - nn.ZeroPad2d((0, 0, 2, -2))(x))
+
+
+def shifted_slices(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(F.pad(x[:, 1:] * x[:, :-1], (0, 0, 1, 0)))
+
+
+CAUSAL: list[Mixer] = [
+    padded_then_cut,
+    padded_on_the_left,
+    gated_on_both_sides,
+    dilated,
+    in_groups,
+    one_after_the_other,
+    of_one_tap,
+    turned_around,
+    beside_attention,
+    shifted_by_concatenation,
+    shifted_by_padding,
+    shifted_by_a_padding_layer,
+    shifted_slices,
+]
+
+
+def running_sum(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate((x * m.mu).cumsum(1))
+
+
+def running_mean(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(x).cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+
+
+def linear_attention(m: Mixed, x: Tensor) -> Tensor:
+    """The state of each row, [b t d d], is a running sum."""
+    q, k = m.gate(x).exp(), (x * m.mu).exp()
+    state = (k[..., None] * x[..., None, :]).cumsum(1)
+    return (q[..., None, :] @ state)[..., 0, :] / (q * k.cumsum(1)).sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def running_log_sum(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(x).logcumsumexp(1)
+
+
+def time_first(m: Mixed, x: Tensor) -> Tensor:
+    return m.gate(x.transpose(0, 1).cumsum(0)).transpose(0, 1)
+
+
+def two_sums(m: Mixed, x: Tensor) -> Tensor:
+    """The second sum runs over what a convolution makes of the first."""
+    return m.depthwise(F.silu(x.cumsum(1)).mT)[..., : x.shape[1]].mT.cumsum(1)
+
+
+SCANS: list[Mixer] = [running_sum, running_mean, linear_attention, running_log_sum, time_first, two_sums]
+
+
+def check(mixer: Mixer, length: int = LENGTH, **options: Any) -> Report:
+    ids = layouts.tokens(23, 2, length, 0)
+    report = compare(decoders.made(lambda: Mixed(mixer)), {"ids": ids, "labels": ids}, **options)
+    assert all(sequence_length(facts) == length for facts in report.facts)
+    return report
+
+
+def sequence_length(facts: Facts) -> Any:
+    assert facts.axes is not None and facts.axes.sequence is not None
+    return facts.axes.sequence.length
+
+
+@pytest.mark.parametrize("mixer", CAUSAL, ids=lambda mixer: mixer.__name__)
+def test_looks_back(mixer: Mixer) -> None:
+    check(mixer, chunk_size=5, also=(1, 16))
+
+
+@pytest.mark.parametrize("mixer", SCANS, ids=lambda mixer: mixer.__name__)
+def test_carries_a_total(mixer: Mixer) -> None:
+    check(mixer, chunk_size=5, also=(1, 16))
+
+
+def test_layers_in_a_row() -> None:
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    for mixer in (padded_then_cut, linear_attention):
+        compare(decoders.made(lambda mixer=mixer: Mixed(mixer, 3)), {"ids": ids, "labels": ids}, chunk_size=5)
+
+
+@pytest.mark.parametrize("mixer", [padded_then_cut, shifted_by_concatenation, linear_attention], ids=lambda m: m.__name__)
+def test_any_length(mixer: Mixer) -> None:
+    """The length is a symbol."""
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        report = compare(decoders.made(lambda: Mixed(mixer)), {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16))
+    assert not any(isinstance(sequence_length(facts), int) for facts in report.facts)
+
+
+def test_a_total_from_the_end() -> None:
+    """A loop from the first chunk to the last cannot know it: that operator runs whole, and all around it streams."""
+    report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
+    reasons = [reason for facts in report.facts for reason in facts.reasons()]
+    assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+@pytest.mark.parametrize("mixer", [padded_then_cut, padded_on_the_left, shifted_by_padding], ids=lambda mixer: mixer.__name__)
+def test_shorter_than_the_window(mixer: Mixer, length: int) -> None:
+    check(mixer, length, chunk_size=2, also=(1,))
+
+
+def test_looks_ahead() -> None:
+    """Streams in one loop more for each layer: nothing is known of rows to come."""
+    check(lambda m, x: m.same(x.mT).mT, chunk_size=5, also=(1, 16))
