@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -307,3 +309,30 @@ def test_visible_pairs() -> None:
             (low is None or key >= row + low) and (high is None or key <= row + high) for row in range(5) for key in range(7)
         )
         assert visible_pairs(5, 7, Span(low, high)) == seen
+
+
+class Trainer:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def loss(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(ids, ids)
+        return loss
+
+
+GLOBAL = Causal()
+
+
+def test_models_behind_other_callables_are_left_alone() -> None:
+    model = Causal()
+    ways: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
+        (model, Trainer(model).loss),
+        (model, lambda ids: Trainer(model).loss(ids)),
+        (model, partial(model, labels=IDS)),
+        (GLOBAL, lambda ids: GLOBAL(ids, ids)),
+    ]
+    for module, call in ways:
+        explanation = streamfx.explain(call, IDS)
+        assert explanation.summary()["baseline_peak_bytes"] > 0
+        assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in module.parameters())
+        assert not any(isinstance(parameter, torch._subclasses.FakeTensor) for parameter in module.parameters())

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -19,14 +20,28 @@ from streamfx.torch_private import fake_copies, real_values
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """All modules that a callable is, holds or closes over."""
-    roots: list[Any] = [model]
-    while roots and isinstance(roots[0], functools.partial):
-        roots = [roots[0].func, *roots[0].args, *roots[0].keywords.values()]
-    roots += [getattr(roots[0], "__self__", None)]
-    roots += [cell.cell_contents for cell in getattr(roots[0], "__closure__", None) or () if _is_filled(cell)]
-    found = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
-    return list(dict.fromkeys(found))
+    """All modules that a callable is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
+    roots = [module for value in _within(model) for module in ([value] if isinstance(value, nn.Module) else _held(value))]
+    return list(dict.fromkeys(part for module in roots for part in module.modules()))
+
+
+def _within(function: Any) -> list[Any]:
+    """What a call of a function can reach by name."""
+    if isinstance(function, functools.partial):
+        given = [*function.args, *function.keywords.values()]
+        return [*_within(function.func), *given]
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    names, known = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
+    return [function, getattr(function, "__self__", None), *cells, *(known[name] for name in names if name in known)]
+
+
+def _held(value: Any) -> list[nn.Module]:
+    """Modules in the attributes of an object, or in a container."""
+    if isinstance(value, (list, tuple, dict)):
+        inside = list(value.values()) if isinstance(value, dict) else list(value)
+    else:
+        inside = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)) else []
+    return [item for item in inside if isinstance(item, nn.Module)]
 
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
