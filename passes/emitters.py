@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Role
-from streamfx.ir.joint import bound_arguments, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, is_size, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
-from streamfx.ir.sizes import product
+from streamfx.ir.sizes import product, size_of
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.scans import FORWARD, REVERSE
@@ -163,7 +163,7 @@ def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
     (operand,) = builder.operands(node)
     own = shape_of_node(tensor_operands(node)[0])
-    times = list(bound_arguments(node)["repeats"])
+    times = [builder.number(size_of(item.meta["val"])) if is_size(item) else item for item in bound_arguments(node)["repeats"]]
     for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
         before = position - (len(times) - len(own))
         if before < 0 or own[before] == 1 or len(dim) == 2:
