@@ -163,7 +163,7 @@ def _pad_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """With an empty cache in front of the first keys it is a copy, with a constant around one operand it is padding."""
-    full: list[fx.Node] = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
+    full: list[Any] = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
     if len(full) == 1 and _dtype(full[0]) == _dtype(node):
         return writer.call(aten.clone.default, full[0])
     fills = [_fill_of(item) for item in full]

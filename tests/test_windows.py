@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, Form
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 
@@ -101,6 +101,12 @@ def shifted_slices(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(F.pad(x[:, 1:] * x[:, :-1], (0, 0, 1, 0)))
 
 
+def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
+    before = torch.zeros_like(x)
+    before[:, 1:] = x[:, :-1]
+    return m.gate(before)
+
+
 CAUSAL: list[Mixer] = [
     padded_then_cut,
     padded_on_the_left,
@@ -115,6 +121,7 @@ CAUSAL: list[Mixer] = [
     shifted_by_padding,
     shifted_by_a_padding_layer,
     shifted_slices,
+    written_over_zeros,
 ]
 
 
@@ -173,8 +180,8 @@ def test_carries_a_total(mixer: Mixer) -> None:
 
 def test_layers_in_a_row() -> None:
     ids = layouts.tokens(23, 2, LENGTH, 0)
-    for mixer in (padded_then_cut, linear_attention):
-        compare(decoders.made(lambda mixer=mixer: Mixed(mixer, 3)), {"ids": ids, "labels": ids}, chunk_size=5)
+    model = decoders.made(lambda: Mixed(linear_attention, 3))
+    compare(model, {"ids": ids, "labels": ids}, chunk_size=5)
 
 
 @pytest.mark.parametrize("mixer", [padded_then_cut, shifted_by_concatenation, linear_attention], ids=lambda m: m.__name__)
@@ -184,6 +191,39 @@ def test_any_length(mixer: Mixer) -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
         report = compare(decoders.made(lambda: Mixed(mixer)), {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16))
     assert not any(isinstance(sequence_length(facts), int) for facts in report.facts)
+
+
+def test_rows_written_one_by_one() -> None:
+    """A recurrence, unrolled, runs whole and exactly; the products around it stream, in few loops."""
+
+    def recurrence(m: Mixed, x: Tensor) -> Tensor:
+        y, state = torch.zeros_like(x), x.new_zeros(x.shape[0], WIDTH)
+        decay, value = m.gate(x).sigmoid(), m.point(x.mT).mT
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + value[:, t]
+            y[:, t] = state
+        return m.gate(y)
+
+    report = check(recurrence, 9, chunk_size=4, streams=False)
+    (facts,) = report.facts
+    assert facts.demand is not None and facts.program is not None
+    assert all("select" in reason for reason in facts.reasons())
+    products = [node for node in facts.joint.nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
+    assert products and all(facts.demand.form(node) not in (Form.SCALAR, Form.WHOLE) for node in products)
+    assert len(facts.program.loops) < 12
+
+
+@pytest.mark.parametrize("length", [16, 19])
+def test_blocks(length: int) -> None:
+    """Attention inside of blocks of four rows runs whole, whether or not the sequence has to be padded for it."""
+
+    def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
+        padded = F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % 4))
+        blocks = padded.unflatten(1, (-1, 4))
+        mixed = (blocks @ blocks.mT).tril().softmax(-1) @ blocks
+        return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+    check(inside_of_blocks, length, chunk_size=5, also=(16,), streams=False)
 
 
 def test_a_total_from_the_end() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import LetterShape
-from streamfx.passes.rules.registry import Call, Signature, rule
+from streamfx.ir.signature import LetterShape, Signature
+from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

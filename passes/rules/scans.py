@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from streamfx.passes.rules.registry import Call, Signature, broadcast, rule
+from streamfx.ir.signature import Signature
+from streamfx.passes.rules.registry import Call, broadcast, rule
 from streamfx.runtime import scans
 
 aten, own = torch.ops.aten, torch.ops.streamfx
 
-FORWARD = {
+FORWARD: dict[Any, str] = {
     aten.cumsum.default: "cumsum",
     aten.cumprod.default: "cumprod",
     aten.logcumsumexp.default: "logcumsumexp",
 }
-REVERSE = {getattr(own, f"reverse_{kind}").default: kind for kind in scans.WITHIN}
+REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kind in scans.WITHIN}
 
 
 @rule(*FORWARD, *REVERSE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.axes import Dim
+from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.signature import LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, size_of
 from streamfx.passes.rules.registry import Call, rule
@@ -28,28 +28,25 @@ def view(call: Call) -> Signature | None:
         return None
     before = call.dims(0)
     numbers, atoms, whole = count(), dict[int, Dim](), set[int]()
-    sides: tuple[list[int], list[int]] = ([], [])
+    operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
-        if old[0] == new[0]:
-            steps = ((old, 1), (new, 1))
-            shared = next(numbers)
-            atoms[shared] = (old[0],)
-            letters = ([shared], [shared])
-        else:
-            is_cut = call.axes.are_blocks(old[0], tuple(new[:2]))
-            if not is_cut and not call.axes.are_blocks(new[0], tuple(old[:2])):
-                return None
-            steps = ((old, 1), (new, 2)) if is_cut else ((old, 2), (new, 1))
-            letters = tuple([next(numbers) for _ in range(length)] for _, length in steps)
-            for (side, length), own in zip(steps, letters, strict=True):
-                atoms.update({letter: (atom,) for letter, atom in zip(own, side[:length], strict=True)})
-                whole.update(own)
-        for (side, length), own, found in zip(steps, letters, sides, strict=True):
-            del side[:length]
-            found.extend(own)
-    operand, result = (_grouped(found, dims) for found, dims in zip(sides, (before, groups), strict=True))
-    return Signature((operand,), (result,), atoms=atoms, whole=frozenset(whole))
+        taken, made = _step(call, old, new)
+        is_same = old[:taken] == new[:made]
+        own = [next(numbers) for _ in range(taken)]
+        other = own if is_same else [next(numbers) for _ in range(made)]
+        for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
+            atoms[letter] = (atom,)
+        whole.update(() if is_same else (*own, *other))
+        operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
+    return Signature((_grouped(operand, before),), (_grouped(result, groups),), atoms=atoms, whole=frozenset(whole))
+
+
+def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int]:
+    """How many atoms at the front of both sides are the same elements: one and one, or an axis and its two blocks."""
+    if old[0] == new[0]:
+        return 1, 1
+    return (1, 2) if call.axes.are_blocks(old[0], tuple(new[:2])) else (2, 1)
 
 
 def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:

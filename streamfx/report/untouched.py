@@ -20,7 +20,7 @@ from streamfx.torch_private import fake_copies, real_values
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """All modules that a callable is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
+    """The modules that a call is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
     roots = [module for value in _within(model) for module in ([value] if isinstance(value, nn.Module) else _held(value))]
     return list(dict.fromkeys(part for module in roots for part in module.modules()))
 

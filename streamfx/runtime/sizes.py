@@ -62,7 +62,7 @@ def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset
 def shifted_bounds(
     start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0
 ) -> tuple[int, int]:
-    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for: row i has i + by .. i + by + reach."""
+    """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for: row i is i + by .. i + by + reach."""
     first, count = member_bounds(start, stop, length, offset, rows)
     low, high = min(max(first + by, 0), own), min(max(first + count + by + reach, 0), own)
     return low, high - low

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.samples.registry import Sizes, sample
+from tests.support.samples.registry import Sample, Sizes, sample
 
 aten = torch.ops.aten
 
@@ -28,15 +28,20 @@ def convolutions(s: Sizes) -> Iterator[tuple[Any, ...]]:
     yield s.draw(s.b, s.d, s.t + 4), mixing, None, [1], [0], [1], False, [0], 1
 
 
-for number in range(9):
-    sample(aten.convolution.default)(lambda s, number=number: list(convolutions(s))[number])
-
-
 def of_weight(s: Sizes, number: int) -> tuple[Any, ...]:
     x, weight, _, *others = list(convolutions(s))[number]
     y = aten.convolution(x, weight, None, *others)
     return s.draw(*y.shape), x, weight, None, *others, [False, True, False]
 
 
+def convolved(number: int) -> Sample:
+    return lambda s: list(convolutions(s))[number]
+
+
+def of_weight_number(number: int) -> Sample:
+    return lambda s: of_weight(s, number)
+
+
 for number in range(9):
-    sample(aten.convolution_backward.default)(lambda s, number=number: of_weight(s, number))
+    sample(aten.convolution.default)(convolved(number))
+    sample(aten.convolution_backward.default)(of_weight_number(number))
