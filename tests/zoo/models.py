@@ -1,0 +1,45 @@
+"""A tiny model of any type in float64, and inputs for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.configs import VOCABULARY, tiny
+
+ROWS, BATCH, CHUNK = 22, 2, 5
+
+
+def model_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def built(model_type: str) -> nn.Module:
+    """The model with random weights of a size that matters: attention is not uniform, no norm is the identity."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(tiny(model_type)).double()
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # else a warning in the loss may break the graph
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and float(parameter.std()) < 0.1:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def inputs(model_type: str, model: nn.Module) -> dict[str, Any]:
+    torch.manual_seed(1)
+    rows = ROWS_OF.get(model_type, ROWS)
+    batch = BATCH * getattr(getattr(model, "decoder", model).config, "num_codebooks", 1)
+    ids = torch.randint(3, VOCABULARY - 8, (batch, rows))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+ROWS_OF = {"reformer": 24}
