@@ -12,7 +12,7 @@ from tests.support.precision import widen_transformers
 
 widen_transformers()
 
-from tests.zoo.models import model_types  # noqa: E402
+from tests.zoo.models import grouped_products_in_float64, model_types  # noqa: E402
 from tests.zoo.runs import LIMIT, ROWS, known, run, tidy  # noqa: E402
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds that a model may take")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    grouped_products_in_float64()
     if chosen.model_types:
         for row in run(chosen.model_types, chosen.rows if chosen.again else None, chosen.limit):
             print(json.dumps(row, indent=1))
