@@ -17,7 +17,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"type_vocab_size", 2),
     (r".*vocab_size(_base|_per_layer_input)?", VOCABULARY),
     (r".*(num_(key_value|kv)_heads|num_query_groups)", KEY_HEADS),
-    (r"linear_num_key_heads|index_n_heads|n_groups|(mamba_)?n_mamba_heads", 2),
+    (r"linear_num_key_heads|index_n_heads|n_groups", 2),
     (r".*(num_attention|attention|num|_n)_heads(_per_layer)?|n_heads?|heads_per_ngram|o_groups", HEADS),
     (r"qk_head_dim", 2 * HEAD),
     (r".*(head_dim|headdim|d_head|head_size)|kv_channels|d_kv|dim_head|d_head|rotary_dim", HEAD),
@@ -45,9 +45,40 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 TOKEN = re.compile(r".*(_token_id|_token_index|_index)")
-OFF = {"use_cache": False, "is_decoder": True, "tie_word_embeddings": None}
+# what stands in for a number that the configuration leaves open, where the model asks for one
+OPEN = {
+    "head_dim": HEAD,
+    "num_key_value_heads": KEY_HEADS,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": WINDOW,
+    "indexer_compress_ratio": 2,
+    "ple_embed_dim": WIDTH,
+}
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},  # its own default lacks it
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * HEAD,
+    },
+    "zamba2": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD},
+}
 
 
 def tiny(model_type: str) -> Any:
@@ -84,6 +115,8 @@ def shrunk(config: Any) -> dict[str, Any]:
             arguments[name] = {"model_type": value.model_type, **shrunk(value)}
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             arguments[name] = shrunk_rope(value)
+        elif value is None and name in OPEN:
+            arguments[name] = OPEN[name]
         elif (small := shrunk_value(name, value, config)) is not None:
             arguments[name] = small
     return {**arguments, **fewer_layers(config)}
