@@ -287,6 +287,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_full.default: _filler(None),
     aten.new_empty_strided.default: _filler(0),
     aten.slice_scatter.default: _written_over_filler,
+    aten.new_empty.default: _filler(0),
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,

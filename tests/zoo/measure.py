@@ -65,7 +65,11 @@ class Keeper:
 
 
 def measured(model_type: str) -> Row:
-    """The row of a model type; `status` is "exact", "inexact", "not traced" (Dynamo) or "not built" (transformers)."""
+    """The row of a model type.
+
+    `status` is "exact", "inexact", "crashed" (streamfx raised), "not traced" (so does AOTAutograd alone) or "not built"
+    (transformers itself cannot run it).
+    """
     warnings.filterwarnings("ignore")
     started = time.monotonic()
     row: Row = {"model_type": model_type}
@@ -79,7 +83,7 @@ def measured(model_type: str) -> Row:
     try:
         row |= compared(model, given, truth)
     except Exception as error:
-        row |= {"status": "not traced", "error": described(error)}
+        row |= {"status": "crashed" if runs_alone(model, given, truth) else "not traced", "error": described(error)}
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 
@@ -102,6 +106,14 @@ def alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> float:
     torch._dynamo.reset()
     own = copy.deepcopy(model)
     return max(errors(outcome(torch.compile(own, backend="aot_eager"), own, given), truth).values())
+
+
+def runs_alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> bool:
+    try:
+        alone(model, given, truth)
+    except Exception:
+        return False
+    return True
 
 
 def findings(backend: Keeper) -> Row:
