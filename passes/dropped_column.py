@@ -41,7 +41,7 @@ class Column:
 
     @property
     def is_column(self) -> tuple[int, int]:
-        start, end = self.is_scores
+        end = self.is_scores[1]
         return (end, end + 1) if self.first == 0 else (0, 1)
 
 
@@ -54,18 +54,19 @@ def drop_columns(graph: fx.Graph) -> None:
 
 
 def _column_of(softmax: fx.Node) -> Column | None:
-    joined, dim, widened = softmax.args
+    joined, _, widened = softmax.args
     if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or widened:
         return None
-    rank, pieces = len(shape_of_node(softmax)), joined.args[0]
-    dim = dim % rank  # type: ignore[operator]
-    if len(pieces) != 2 or bound_arguments(joined)["dim"] % rank != dim:  # type: ignore[arg-type]
+    arguments, rank = bound_arguments(joined), len(shape_of_node(softmax))
+    pieces: list[fx.Node] = list(arguments["tensors"])
+    along = int(arguments["dim"]) % rank
+    if len(pieces) != 2 or bound_arguments(softmax)["dim"] % rank != along:
         return None
-    counts = [shape_of_node(piece)[dim] for piece in pieces]  # type: ignore[union-attr,arg-type]
-    if not all(isinstance(count, int) for count in counts) or sorted(count == 1 for count in counts) != [False, True]:  # type: ignore[type-var]
+    counts = [shape_of_node(piece)[along] for piece in pieces]
+    if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):
         return None
     at = 0 if counts[1] == 1 else 1
-    return Column(softmax, pieces[at], pieces[1 - at], dim, at)  # type: ignore[index,arg-type]
+    return Column(softmax, pieces[at], pieces[1 - at], along, at)
 
 
 def _fits(found: Column) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
-from streamfx.ir.signature import LetterDim, Signature
+from streamfx.ir.signature import Signature
 from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten

@@ -69,7 +69,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": KEY_HEADS}},  # its own default lacks them
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4, "hash_seed": 0},
+    "reformer": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [4, 6],
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "hash_seed": 0,
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,

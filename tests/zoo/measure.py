@@ -119,7 +119,11 @@ def runs_alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> bool:
 def findings(backend: Keeper) -> Row:
     """What streams: stages, attention, FLOPs in loops; and the reasons for the rest, with how often each occurs."""
     streamed = total = 0
-    stages, attention, reasons, also, failed = [], [], [], [], []
+    stages: list[list[Any]] = []
+    attention: list[str] = []
+    reasons: list[str] = []
+    also: list[str] = []
+    failed: list[str] = []
     number = 0
     for kept in backend.compilations:
         for facts, (forward, backward, count) in zip(kept.facts, kept.halves, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ ROWS_OF = {"reformer": 24}  # a product of two sizes
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
 
 
+@cache
 def grouped_products_in_float64() -> None:
     """Experts use transformers' own grouped product, also in eager: torch's has no float64. It is counted like a product."""
     from torch.utils.flop_counter import register_flop_formula
