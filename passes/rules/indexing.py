@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import LetterShape, Signature
 from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -131,4 +131,4 @@ def _looked_up(call: Call) -> tuple[LetterShape, tuple[LetterShape, ...], Letter
 
 def _is_zero(node: fx.Node) -> bool:
     fills = node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
-    return fills or node.target in (aten.zeros.default, aten.zeros_like.default)
+    return bool(fills) or node.target in (aten.zeros.default, aten.zeros_like.default)
