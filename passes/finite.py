@@ -22,17 +22,21 @@ FILLERS = {
     aten.ones_like.default,
     aten.zeros_like.default,
 }
-STAYS_FINITE = (STAYS_ORDINARY - {aten.div.Tensor}) | MOVES_ELEMENTS | {
-    aten.pow.Scalar,
-    aten.pow.Tensor_Tensor,
-    aten.reciprocal.default,
-    aten.repeat.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.cat.default,
-    aten.stack.default,
-    aten.cumsum.default,
-}
+STAYS_FINITE = (
+    (STAYS_ORDINARY - {aten.div.Tensor})
+    | MOVES_ELEMENTS
+    | {
+        aten.pow.Scalar,
+        aten.pow.Tensor_Tensor,
+        aten.reciprocal.default,
+        aten.repeat.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.cat.default,
+        aten.stack.default,
+        aten.cumsum.default,
+    }
+)
 
 
 def finite_nodes(joint: JointGraph) -> set[fx.Node]:

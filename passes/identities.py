@@ -1,7 +1,7 @@
 """Equations of softmax and of zero, each a simplification of one operator; used by `canonicalize`.
 
-    softmax(x - max(x)) -> softmax(x)          sum over keys of a softmax's gradient -> 0
-    scatter(0, i, 0) -> 0                      x + 0 -> x
+softmax(x - max(x)) -> softmax(x)          sum over keys of a softmax's gradient -> 0
+scatter(0, i, 0) -> 0                      x + 0 -> x
 """
 
 from __future__ import annotations

@@ -157,7 +157,9 @@ class Masks:
         sees_itself = isinstance(scores.at(0), Ordinary)
         hidden = Const(float("-inf"))
         return combined(
-            lambda fact: everywhere(hidden) if sees_itself and is_minus_infinity(fact, True) else evaluate(node, (fact, ORDINARY)),
+            lambda fact: (
+                everywhere(hidden) if sees_itself and is_minus_infinity(fact, True) else evaluate(node, (fact, ORDINARY))
+            ),
             scores,
         )
 

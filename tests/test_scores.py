@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.masks import INF, LENGTH, columns, qkv, rows
 from tests.support.tracing import compare_function
-from tests.test_masks import INF, LENGTH, columns, qkv, rows
 
 T = LENGTH
 
