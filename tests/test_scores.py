@@ -125,3 +125,24 @@ def test_blocks_of_rows_and_keys() -> None:
         return (out + torch.cat(parts, -2)).pow(2).sum()
 
     compare_function(function, qkv(), (2, 1, 3, 4))
+
+
+def test_blocks_that_hand_on_a_state() -> None:
+    """Linear attention block by block, each with what the blocks before have summed up."""
+
+    def function(one: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (torch.nn.functional.silu(item @ weight) for item in one)
+        state, parts = torch.zeros(2, 2, 4, 4, dtype=q.dtype), []
+        decay = torch.exp(-0.1 * (rows(4) - columns(4)).double()).tril()
+        for first in range(0, T, 4):
+            block = slice(first, min(first + 4, T))
+            count = len(range(T)[block])
+            weights = q[:, :, block] @ k[:, :, block].transpose(-2, -1) * decay[:count, :count]
+            parts.append(weights @ v[:, :, block] + q[:, :, block] @ state)
+            state = state * 0.9 + k[:, :, block].transpose(-2, -1) @ v[:, :, block]
+        linear = torch.sigmoid(torch.cat(parts, -2) @ weight)
+        scores = (linear @ linear.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
+        return (torch.softmax(scores, -1) @ linear).pow(2).sum()
+
+    weight = torch.eye(4, dtype=torch.float64, requires_grad=True)
+    compare_function(function, [*qkv(), weight], (2, 1, 3, 4))
