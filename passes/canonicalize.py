@@ -21,8 +21,10 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, node_argument, shape_of_node
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.convolutions import split_backward
+from streamfx.passes.dropped_column import drop_columns
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
+from streamfx.passes.identities import IDENTITIES
 from streamfx.passes.linear import is_random
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.passes.scans import reversed_scan
@@ -79,6 +81,12 @@ def canonicalize(graph: fx.Graph) -> None:
             _replace(node, replacement, is_new=replacement not in existing)
     unify_attention(graph)
     undo_group_expansion(graph)
+    _drop_unused(graph)
+    drop_columns(graph)
+    _drop_unused(graph)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
@@ -287,6 +295,8 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_full.default: _filler(None),
     aten.new_empty_strided.default: _filler(0),
     aten.slice_scatter.default: _written_over_filler,
+    aten.new_empty.default: _filler(0),
+    **IDENTITIES,
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,

@@ -164,6 +164,9 @@ def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | 
         return masks.of(node).support(_is_zero)
     if node.target is aten._softmax_backward_data.default:
         return masks.of(tensor_operands(node)[1]).support(_is_zero)
+    if node.target in (aten.logsumexp.default, aten.amax.default):
+        scores = masks.of(tensor_operands(node)[0])
+        return scores.support(_hidden_test(scores))
     return None, None
 
 

@@ -276,12 +276,15 @@ class _Analysis:
         return is_alone and signature.scans.get(letter) == is_backward
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
-        """Whether both sides are rows of an axis of their own."""
+        """Whether both sides are rows of an axis of their own; with keys beside them, the very same rows: no pair is stored."""
         sequence, table = self.axes.sequence, self.axes.table
         result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
-        if sequence is None or len(result) != 1 or len(operand) != 1:
+        if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
             return False
-        return roles[letter] is Role.ROWS
+        if Role.KEYS not in roles.values():
+            return True
+        start = self.axes.signatures[node].shifts[letter][1]
+        return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
 
     def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]) -> bool:
         """No rows to loop over, or a result that comes whole."""

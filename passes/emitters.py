@@ -77,9 +77,10 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
 def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
     (need,) = builder.layout.needs(node)
-    if not need.where or not isinstance(need.selector, Shifted):
+    moved = next((where for where in need.where if isinstance(where[2], Shifted)), None)
+    if moved is None:
         return emit_copy(builder, node)
-    placement, _, selector = need.where[0]
+    placement, _, selector = moved
     assert isinstance(selector, Shifted)
     operand = builder.operand(need)
     own, length = placement.rows, builder.length

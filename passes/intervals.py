@@ -130,7 +130,9 @@ def _slope_arithmetic(node: fx.Node, facts: tuple[Fact, ...]) -> Pieces:
 
 
 def _fold(node: fx.Node, facts: tuple[Fact, ...]) -> Fact:
-    """Evaluate the operator on the constants themselves."""
+    """Evaluate an operator that works element by element on the constants themselves; sums and the like see more than one."""
+    if node.target is not aten._to_copy.default and torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
+        return UNKNOWN
     values = iter(fact.value for fact in facts if isinstance(fact, Const))
     operands = set(tensor_operands(node))
 

@@ -30,6 +30,7 @@ from streamfx.ir.pieces import (
     everywhere,
 )
 from streamfx.ir.sizes import size_of
+from streamfx.passes.finite import FILLERS, finite_nodes
 from streamfx.passes.intervals import COMPARISONS, evaluate, filled, is_minus_infinity, is_zero, ordinary
 from streamfx.passes.linear import CONTRACTIONS, is_random
 from streamfx.passes.positions import Affine, affine_of
@@ -55,14 +56,6 @@ MOVES = {
     aten.detach.default,
     aten.lift_fresh_copy.default,
 }
-FILLERS = {
-    aten.full.default,
-    aten.ones.default,
-    aten.zeros.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
 PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default}
 ADDS_PRODUCT = {aten.baddbmm.default, aten.addmm.default}
 
@@ -75,7 +68,7 @@ class Masks:
         self._demand = demand
         self._pieces: dict[fx.Node, Pieces] = {}
         self._affine: dict[fx.Node, Affine | None] = {}
-        self._computed = _computed_nodes(joint)
+        self._computed = _computed_nodes(joint) | finite_nodes(joint)
         self._patterns: dict[fx.Node, Pieces] = {
             node: node.meta["streamfx_pattern"] for node in joint.sources if "streamfx_pattern" in node.meta
         }
@@ -128,6 +121,8 @@ class Masks:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
             return self._added_product(node)
+        if target is aten.sub.Tensor and self._is_less_a_number(node):
+            return self._shifted(node)
         if target is aten.slice.Tensor:
             return self._sliced(node)
         if target in (aten.tril.default, aten.triu.default):
@@ -149,6 +144,24 @@ class Masks:
         scaled = bool(node.kwargs)
         dtype = node.meta["val"].dtype
         return combined(lambda fact: everywhere(ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
+
+    def _is_less_a_number(self, node: fx.Node) -> bool:
+        """Whether a computed number per row or per key is subtracted from a value with rows and keys."""
+        scores, number = node.args
+        tensors = is_tensor(scores) and is_tensor(number) and not node.kwargs
+        return tensors and number in self._computed and self._is_pair(scores) and not self._is_pair(number)  # type: ignore[arg-type]
+
+    def _shifted(self, node: fx.Node) -> Pieces:
+        """Scores less a number per row, such as the largest: what was hidden stays so, where each row sees at least itself."""
+        scores = self._operand(node.args[0], node)
+        sees_itself = isinstance(scores.at(0), Ordinary)
+        hidden = Const(float("-inf"))
+        return combined(
+            lambda fact: (
+                everywhere(hidden) if sees_itself and is_minus_infinity(fact, True) else evaluate(node, (fact, ORDINARY))
+            ),
+            scores,
+        )
 
     def _of_result(self, node: fx.Node) -> Pieces:
         producer = node_argument(node)

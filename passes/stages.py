@@ -177,7 +177,10 @@ class _Cutter:
             low = max((p for own in used[stage:] for p in own), default=-1)
             high = min((p for own in used[:stage] for p in own), default=len(self.backward))
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
-            bounds.append(min(candidates, key=lambda i: (live[i - 1] if i else 0, i)))
+            best = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
+            while best and live[best - 1] >= UNCUTTABLE:  # no pair of rows and keys is kept for a later stretch
+                best += 1
+            bounds.append(best)
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 

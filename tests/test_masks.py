@@ -93,6 +93,9 @@ NEAR: dict[str, tuple[Mask, str]] = {
     "flipped": (lambda s: s.masked_fill((columns(T) > rows(T)).flip(1), -INF), "masked"),
     "rolled": (lambda s: s.masked_fill((columns(T) > rows(T)).roll(1, 0), -INF), "masked"),
     "by value": (lambda s: s.masked_fill(s > 0.3, -INF), "masked"),
+    "counted columns": (lambda s: s.masked_fill(torch.ones(T, T).cumsum(-1) > 1, -INF), "masked"),
+    "counted rows": (lambda s: s.masked_fill(torch.ones(T, T).cumsum(0) <= 1, -INF), "masked"),
+    "one of two heads": (lambda s: s.masked_fill(torch.ones(2, T, T).cumsum(0)[0] > 1, -INF), "masked"),
     "swapped rows": (lambda s: s.masked_fill(columns(T) > rows(T)[torch.arange(T - 1, -1, -1)], -INF), "masked"),
 }
 

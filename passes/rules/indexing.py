@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
-from streamfx.ir.signature import LetterDim, Signature
+from streamfx.ir.signature import LetterShape, Signature
 from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -74,31 +75,60 @@ def index_select(call: Call) -> Signature | None:
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: Call) -> Signature | None:
     """`x[i, j, :]`: index tensors are broadcast together, and the dimensions they look into are needed whole."""
-    indices = call.arguments()["indices"]
-    source = call.shapes[0]
-    looked = [dim for dim, item in enumerate(indices) if item is not None]
-    tensors = call.operands[1:]
-    if len(tensors) != len(looked) or any(tensor.meta["val"].dtype == torch.bool for tensor in tensors):
+    found = _looked_up(call)
+    if found is None:
         return None
-    rank = max(len(shape) for shape in call.shapes[1:])
-    together = looked == list(range(looked[0], looked[-1] + 1))
-    first = looked[0] if together else 0
-    result_size = len(call.shape)
-    result = tuple((i,) if size != 1 else () for i, size in enumerate(call.shape))
-    broadcast_dims = result[first : first + rank]
-    kept = iter(result[:first] + result[first + rank :])
-    letter = result_size
-    operand: list[LetterDim] = []
-    whole = set()
-    for dim in range(len(source)):
-        if dim in looked:
-            operand.append((letter,))
-            whole.add(letter)
-            letter += 1
-        else:
-            operand.append(next(kept))
-    shapes = tuple(
-        tuple(broadcast_dims[rank - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
-        for shape in call.shapes[1:]
+    source, indices, result, looked = found
+    return Signature((source, *indices), (result,), whole=looked)
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(call: Call) -> Signature | None:
+    """The mirror of `index`. Rows added to zeros are a sum over all positions; else all positions are needed at once."""
+    found = _looked_up(call)
+    if found is None:
+        return None
+    target, indices, rows, looked = found
+    own = call.shapes[-1]
+    values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
+    adds_up = call.arguments()["accumulate"] and _is_zero(call.operands[0])
+    positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
+    return Signature((target, *indices, values), (target,), whole=looked | positions)
+
+
+@rule(aten.index_add.default)
+def index_add(call: Call) -> Signature | None:
+    """Rows are added into a dimension, which is needed whole; into zeros it is a sum over the rows."""
+    rank = len(call.shape)
+    if not rank or len(call.operands) != 3:
+        return None
+    dim = call.arguments()["dim"] % rank
+    target, chosen = tuple((i,) for i in range(rank)), (rank,)
+    source = (*target[:dim], chosen, *target[dim + 1 :])
+    adds_up = _is_zero(call.operands[0])
+    whole = frozenset({dim}) if adds_up else frozenset({dim, rank})
+    return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole=whole)
+
+
+def _looked_up(call: Call) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
+    """Letters of `x`, of each index tensor and of `x[indices]`; and the letters of `x` that are looked into."""
+    indices, rank = call.arguments()["indices"], len(call.shapes[0])
+    looked = [dim for dim, item in enumerate(indices) if item is not None]
+    shapes = call.shapes[1 : 1 + len(looked)]
+    if len(shapes) != len(looked) or any(item.meta["val"].dtype == torch.bool for item in call.operands[1 : 1 + len(looked)]):
+        return None
+    width = max(len(shape) for shape in shapes)
+    wide = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
+    positions = tuple((rank + i,) if i in wide else () for i in range(width))
+    letters = tuple(
+        tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
     )
-    return Signature((tuple(operand), *shapes), (result,), whole=frozenset(whole))
+    source = tuple((dim,) for dim in range(rank))
+    kept = tuple(dim for i, dim in enumerate(source) if i not in looked)
+    first = looked[0] if looked == list(range(looked[0], looked[-1] + 1)) else 0
+    return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(looked)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    fills = node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
+    return bool(fills) or node.target in (aten.zeros.default, aten.zeros_like.default)

@@ -32,6 +32,7 @@ rule(
     aten.hardswish_backward.default,
     aten.hardsigmoid_backward.default,
     aten.log_sigmoid_backward.default,
+    aten.masked_fill.Tensor,
     aten.polar.default,
     aten.complex.default,
     aten._conj.default,

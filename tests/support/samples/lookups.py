@@ -24,3 +24,10 @@ for looked_up in (aten.index.Tensor, aten._unsafe_index.Tensor):
     sample(looked_up)(lambda s: (s.draw(s.b, s.t), [s.integers(s.b, s.b, 1), s.integers(s.t, s.k)]))
     sample(looked_up)(lambda s: (s.draw(s.b, s.t, s.d), [None, s.integers(s.t, s.k), None]))
     sample(looked_up)(lambda s: (s.draw(s.b, s.t, s.d), [s.integers(s.b, s.k), None, s.integers(s.d, s.k)]))
+for put in (aten.index_put.default, aten._unsafe_index_put.default):
+    sample(put)(lambda s: (s.draw(s.b, s.t, s.d), [None, None, torch.randperm(s.d)], s.draw(s.b, s.t, s.d)))
+    sample(put)(lambda s: (s.draw(s.b, s.t, s.d), [None, s.integers(s.t, s.k)], s.draw(s.b, s.k, 1), True))
+    sample(put)(lambda s: (s.draw(s.v, s.d), [s.integers(s.v, s.b, s.t)], s.draw(s.b, s.t, s.d), True))
+    sample(put)(lambda s: (s.draw(s.b, s.t, s.d), [s.integers(s.b, s.k), None, s.integers(s.d, s.k)], s.draw(s.t), True))
+sample(aten.index_add.default)(lambda s: (s.draw(s.v, s.d), 0, s.integers(s.v, s.t), s.draw(s.t, s.d)))
+sample(aten.index_add.default)(lambda s: (s.draw(s.b, s.t, s.v), 2, s.integers(s.v, s.k), s.draw(s.b, s.t, s.k), {"alpha": 2}))

@@ -27,6 +27,7 @@ sample(aten._to_copy.default)(lambda s: (s.draw(s.b, s.t), {"dtype": torch.float
 sample(aten.copy.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.t)))
 sample(aten.softplus_backward.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.b, s.t), 1.0, 20.0))
 sample(aten.hardtanh_backward.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.b, s.t), -1.0, 1.0))
+sample(aten.masked_fill.Tensor)(lambda s: (s.draw(s.b, s.t), s.booleans(s.t), torch.tensor(2.0, dtype=torch.float64)))
 sample(aten.elu_backward.default)(lambda s: (s.draw(s.b, s.t), 1.0, 1.0, 1.0, False, s.draw(s.b, s.t)))
 sample(aten.leaky_relu_backward.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.b, s.t), 0.1, False))
 sample(aten.mish_backward.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default)(

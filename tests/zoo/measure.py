@@ -1,0 +1,171 @@
+"""Measures one model type: is it exact, what streams, and why not the rest."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from streamfx.backend import Compilation
+from streamfx.ir.facts import Facts
+from streamfx.options import Options, resolved
+from streamfx.report.memory import cost_of
+from streamfx.report.stages import stage_reports
+from streamfx.report.tracing import distinct_breaks
+from streamfx.torch_private import noted_graph_breaks
+from tests.support.exactness import Outcome, errors, outcome
+from tests.zoo.models import CHUNK, built, inputs
+
+BOUND = 1e-11  # of a relative error in float64
+MOST = 300  # characters of an error that a row keeps
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Kept(Compilation):
+    """A compilation that keeps the two halves of each graph beside its facts."""
+
+    halves: list[tuple[fx.GraphModule, fx.GraphModule | None, int]] = field(default_factory=list)
+
+    def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
+        known = len(self.facts)
+        forward, backward = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        if len(self.facts) > known:
+            self.halves.append((forward, backward, num_fwd_outputs))
+        return forward, backward
+
+    def run_inference(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        function = super().run_inference(module, inputs)
+        program = self.facts[-1].program
+        self.halves.append((module if program is None else program.forward, None, len(module.graph.output_node().args[0])))  # type: ignore[arg-type]
+        return function
+
+
+@dataclass
+class Keeper:
+    """A backend like "streambp" that keeps its compilations."""
+
+    options: Options
+    compilations: list[Kept] = field(default_factory=list)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        kept = Kept(module, self.options)
+        function = kept.compile(example_inputs)
+        self.compilations.append(kept)  # only now: Dynamo starts anew where AOTAutograd asks it to
+        return function
+
+
+def measured(model_type: str) -> Row:
+    """The row of a model type.
+
+    `status` is "exact", "inexact", "crashed" (streamfx raised), "not traced" (so does AOTAutograd alone) or "not built"
+    (transformers itself cannot run it).
+    """
+    warnings.filterwarnings("ignore")
+    started = time.monotonic()
+    row: Row = {"model_type": model_type}
+    try:
+        model = built(model_type)
+        given = inputs(model_type, model)
+        truth = outcome(eager := copy.deepcopy(model), eager, given)
+    except Exception as error:
+        return row | {"status": "not built", "error": described(error)}
+    row["seconds_eager"] = round(time.monotonic() - started, 1)
+    try:
+        row |= compared(model, given, truth)
+    except Exception as error:
+        row |= {"status": "crashed" if runs_alone(model, given, truth) else "not traced", "error": described(error)}
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def compared(model: nn.Module, given: dict[str, Any], truth: Outcome) -> Row:
+    torch._dynamo.reset()
+    options = resolved({"outputs": "dense", "chunk_size": CHUNK, "loss_chunk_size": CHUNK})
+    backend, own = Keeper(options), copy.deepcopy(model)
+    with noted_graph_breaks() as breaks:
+        found = errors(outcome(torch.compile(own, backend=backend), own, given), truth)
+    name, worst = max(found.items(), key=lambda item: item[1])
+    row: Row = {"status": "exact" if worst <= BOUND else "inexact", "worst": worst, "worst_name": name}
+    if worst > BOUND:
+        row["alone"] = alone(model, given, truth)
+    row["breaks"] = [f"{item.reason} ({item.where})"[:MOST] for item in distinct_breaks(breaks)]
+    return row | findings(backend)
+
+
+def alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> float:
+    """The worst error of AOTAutograd without streamfx."""
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    return max(errors(outcome(torch.compile(own, backend="aot_eager"), own, given), truth).values())
+
+
+def runs_alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> bool:
+    try:
+        alone(model, given, truth)
+    except Exception:
+        return False
+    return True
+
+
+def findings(backend: Keeper) -> Row:
+    """What streams: stages, attention, FLOPs in loops; and the reasons for the rest, with how often each occurs."""
+    streamed = total = 0
+    stages: list[list[Any]] = []
+    attention: list[str] = []
+    reasons: list[str] = []
+    also: list[str] = []
+    failed: list[str] = []
+    number = 0
+    for kept in backend.compilations:
+        for facts, (forward, backward, count) in zip(kept.facts, kept.halves, strict=False):
+            cost = cost_of(forward, backward, count)
+            streamed, total = streamed + cost.streamed_flops, total + cost.flops
+            for report in stage_reports(facts, number, cost.loops):
+                stages.append([report.name, report.kind, report.flops])
+                attention += report.attention
+                reasons += report.reasons
+                also += report.also_whole
+            failed += failure_of(facts)
+            number += 1
+    return {
+        "graphs": number,
+        "stages": stages,
+        "attention": sorted(set(attention)),
+        "flops": total,
+        "share": round(streamed / total, 4) if total else None,
+        "reasons": counted(reasons),
+        "also_whole": counted(also),
+        "failed": failed,
+    }
+
+
+def failure_of(facts: Facts) -> list[str]:
+    return [facts.notes["failed"][:MOST]] if "failed" in facts.notes else []
+
+
+def counted(reasons: list[str]) -> dict[str, int]:
+    """Reasons without what to do about them, and without the machine's paths."""
+    found: dict[str, int] = {}
+    for reason in reasons:
+        text = re.sub(r"(\): |: )(let it run|write it|compile a larger).*", r")", reason)
+        text = re.sub(r"/\S*/(\w+\.py)", r"\1", text)
+        found[text] = found.get(text, 0) + 1
+    return found
+
+
+def described(error: BaseException) -> str:
+    """Type, first line, and where in the model's code it was raised."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = " ".join(lines[:2])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in frame.filename]
+    where = f" [{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}]" if frames else ""
+    return f"{type(error).__name__}: {text}"[:MOST] + where

@@ -1,0 +1,72 @@
+"""Writes docs/coverage.md from the rows of the last run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests.zoo.measure import BOUND, Row
+from tests.zoo.models import BATCH, CHUNK, ROWS
+
+PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+MOST = 110  # characters of a reason in the table
+HEAD = """\
+# Coverage
+
+Every model type of transformers' causal language modelling mapping, as `python -m tests.zoo --all` found it (`--report` writes
+this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager.
+
+- *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
+- *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
+- *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
+- *whole*: what runs in one piece, and why. The result is exact all the same.
+
+"""
+
+
+def write(rows: Mapping[str, Row], page: Path = PAGE) -> None:
+    page.write_text(text_of(rows))
+
+
+def text_of(rows: Mapping[str, Row]) -> str:
+    ordered = [rows[name] for name in sorted(rows)]
+    measured = [row for row in ordered if "worst" in row]
+    rest = [row for row in ordered if "worst" not in row]
+    parts = [HEAD.format(batch=BATCH, rows=ROWS, chunk=CHUNK, bound=BOUND), *summary(ordered), *table(measured)]
+    if rest:
+        parts += ["\n## Not measured\n\n", "| model type | what happened |\n|---|---|\n"]
+        parts += [f"| {row['model_type']} | {row['status']}: {cell(row['error'])} |\n" for row in rest]
+    return "".join(parts)
+
+
+def summary(rows: list[Row]) -> Iterable[str]:
+    """How many of each; then the causes of what runs whole, the most frequent first."""
+    statuses = Counter(row["status"] for row in rows)
+    yield f"{len(rows)} model types: " + ", ".join(f"{count} {status}" for status, count in statuses.most_common()) + ". "
+    streamed = sum(row["status"] == "exact" and not row["reasons"] for row in rows)
+    yield f"{streamed} stream everything of substance.\n\n"
+    found = Counter(cause for row in rows for cause in {cause_of(reason) for reason in row.get("reasons", ())})
+    if found:
+        yield "| model types | what runs whole |\n|---|---|\n"
+        yield from (f"| {count} | {cell(cause)} |\n" for cause, count in found.most_common())
+        yield "\n"
+
+
+def table(rows: list[Row]) -> Iterable[str]:
+    yield "## Model types\n\n| model type | error | graphs | streamed | attention | whole |\n|---|---|---|---|---|---|\n"
+    for row in rows:
+        share = "" if row["share"] is None else f"{100 * row['share']:.0f} %"
+        error = f"{row['worst']:.0e}" if row["status"] == "exact" else f"**{row['worst']:.0e}**"
+        causes = "; ".join(dict.fromkeys(cell(cause_of(reason)) for reason in row["reasons"]))
+        yield f"| {row['model_type']} | {error} | {row['graphs']} | {share} | {', '.join(row['attention'])} | {causes} |\n"
+
+
+def cause_of(reason: str) -> str:
+    """A reason without the line of code."""
+    return re.sub(r" \([^()]*\.py:\d+.*$", "", reason)[:MOST]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
