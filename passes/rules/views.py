@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.axes import Atom, Dim
+from streamfx.ir.joint import is_size
 from streamfx.ir.signature import LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, size_of
 from streamfx.passes.rules.registry import Call, rule
@@ -219,14 +220,15 @@ def cat(call: Call) -> Signature:
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Signature:
     """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
-    repeats = call.arguments()["repeats"]
+    given = call.arguments()["repeats"]
+    repeats = [size_of(item.meta["val"] if is_size(item) else item) for item in given]
     rank = len(call.shape)
     skipped = rank - len(call.shapes[0])
     own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
     for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
         own.append(result[i] if size != 1 else ())
         if size != 1 and repeats[i] != 1:
-            atoms |= {i: dim, rank + i: call.axes.fresh(size_of(repeats[i]))}
+            atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
             result[i] = (rank + i, i)
     return Signature((tuple(own),), (tuple(result),), atoms=atoms)
 
