@@ -18,7 +18,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size(_base|_per_layer_input)?", VOCABULARY),
     (r".*(num_(key_value|kv)_heads|num_query_groups)", KEY_HEADS),
     (r"linear_num_key_heads|index_n_heads|n_groups", 2),
-    (r".*(num_attention|attention|num|_n)_heads(_per_layer)?|n_heads?|heads_per_ngram|o_groups", HEADS),
+    (r".*(num_attention|attention|num|_n)_heads(_per_layer)?|n_heads?|n_mamba_heads|heads_per_ngram|o_groups", HEADS),
     (r"qk_head_dim", 2 * HEAD),
     (r".*(head_dim|headdim|d_head|head_size)|kv_channels|d_kv|dim_head|d_head|rotary_dim", HEAD),
     (r"d_rel|hidden_size_per_layer_input|time_step_rank|.*dt_rank|.*state_size|.*d_state", 8),

@@ -54,6 +54,7 @@ def inputs(model_type: str, model: nn.Module) -> dict[str, Any]:
 
 
 ROWS_OF = {"reformer": 24}  # a product of two sizes
+BY_DEFAULT_DOUBLE = {"xglm"}  # makes a float64 limit a tensor of the default type
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
 
 
