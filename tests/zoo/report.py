@@ -47,6 +47,8 @@ def summary(rows: list[Row]) -> Iterable[str]:
     yield f"{len(rows)} model types: " + ", ".join(f"{count} {status}" for status, count in statuses.most_common()) + ". "
     streamed = sum(row["status"] == "exact" and not row["reasons"] for row in rows)
     yield f"{streamed} stream everything of substance.\n\n"
+    revisions = Counter(row.get("revision", "unknown") for row in rows)
+    yield "Measured at " + ", ".join(f"{code} ({count})" for code, count in revisions.most_common()) + ".\n\n"
     found = Counter(cause for row in rows for cause in {cause_of(reason) for reason in row.get("reasons", ())})
     if found:
         yield "| model types | what runs whole |\n|---|---|\n"

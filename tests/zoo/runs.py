@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,20 @@ def known(path: Path = ROWS) -> dict[str, Row]:
 
 def run(model_types: Iterable[str], path: Path | None, limit: int = LIMIT) -> Iterable[Row]:
     """Measure one after the other; rows are added to the file at once."""
+    code = revision()
     for model_type in model_types:
-        row = in_own_process(model_type, limit)
+        row = in_own_process(model_type, limit) | {"revision": code}
         if path is not None:
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         yield row
+
+
+def revision() -> str:
+    """The commit that is measured, with a mark where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def tidy(path: Path = ROWS) -> None:
