@@ -107,8 +107,8 @@ def prepared(method: str, model: Any, options: argparse.Namespace) -> Any:
         return model(input_ids=ids, labels=ids).loss
 
     if method == "streambp":
-        chosen = {} if options.chunk_size is None else {"chunk_size": options.chunk_size}
-        return torch.compile(loss_of, backend="streambp", options={"outputs": "dense", **chosen})
+        chosen = None if options.chunk_size is None else {"chunk_size": options.chunk_size}
+        return torch.compile(loss_of, backend="streambp", options=chosen)
     return loss_of
 
 
