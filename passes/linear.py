@@ -30,6 +30,7 @@ MOVES_ELEMENTS = frozenset(
         aten.clone.default,
         aten.detach.default,
         aten.alias.default,
+        aten.lift_fresh_copy.default,
     }
 )
 

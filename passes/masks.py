@@ -32,30 +32,13 @@ from streamfx.ir.pieces import (
 from streamfx.ir.sizes import size_of
 from streamfx.passes.finite import FILLERS, finite_nodes
 from streamfx.passes.intervals import COMPARISONS, evaluate, filled, is_minus_infinity, is_zero, ordinary
-from streamfx.passes.linear import CONTRACTIONS, is_random
+from streamfx.passes.linear import CONTRACTIONS, MOVES_ELEMENTS, is_random
 from streamfx.passes.positions import Affine, affine_of
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.registry import broadcast, rule_for
 
 aten = torch.ops.aten
 
-MOVES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-}
 PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default}
 ADDS_PRODUCT = {aten.baddbmm.default, aten.addmm.default}
 
@@ -114,7 +97,7 @@ class Masks:
         target = node.target
         if target is operator.getitem:
             return self._of_result(node)
-        if target in MOVES:
+        if target in MOVES_ELEMENTS:
             source = node_argument(node)
             return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)
         if target in PRODUCES_ORDINARY:
