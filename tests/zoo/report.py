@@ -19,6 +19,7 @@ Every model type of transformers' causal language modelling mapping, as `python 
 this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager.
 
 - *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
+  A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
 - *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
 - *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
 - *whole*: what runs in one piece, and why. The result is exact all the same.
@@ -61,6 +62,7 @@ def table(rows: list[Row]) -> Iterable[str]:
     for row in rows:
         share = "" if row["share"] is None else f"{100 * row['share']:.0f} %"
         error = f"{row['worst']:.0e}" if row["status"] == "exact" else f"**{row['worst']:.0e}**"
+        error += "*" if row.get("apart") else ""
         causes = "; ".join(dict.fromkeys(cell(cause_of(reason)) for reason in row["reasons"]))
         yield f"| {row['model_type']} | {error} | {row['graphs']} | {share} | {', '.join(row['attention'])} | {causes} |\n"
 
