@@ -23,6 +23,8 @@ this page): tiny random models of {batch} x {rows} tokens in float64, streamed i
 - *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
 - *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
 - *whole*: what runs in one piece, and why. The result is exact all the same.
+- A bold error is no comparison: reformer hashes with rotations that it draws at random in each call, and the backend draws
+  another sample than eager does.
 
 """
 
