@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from streamfx.passes.rules import RULES
 from tests.support.goldens import golden
 from tests.support.precision import widen_transformers
 
@@ -36,9 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Each test compiles anew, on one thread, from one seed."""
+    """Each test compiles anew, on one thread, from one seed, with the rules that streamfx itself has."""
+    rules = dict(RULES)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    RULES.clear()
+    RULES.update(rules)

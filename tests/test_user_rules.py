@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,14 +46,6 @@ class Gated(nn.Module):
         return y.square().mean()
 
 
-@pytest.fixture
-def rules() -> Iterator[None]:
-    before = dict(RULES)
-    yield
-    RULES.clear()
-    RULES.update(before)
-
-
 def kinds(model: nn.Module, x: Tensor) -> list[str]:
     return [stage["reason"] or stage["kind"] for stage in streamfx.explain(model, x).summary()["stages"]]
 
@@ -66,7 +56,7 @@ def test_without_rules_it_runs_whole_and_says_so() -> None:
     assert streamfx.verify(model, x, options={"chunk_size": 4}).ok
 
 
-def test_with_rules_it_streams(rules: None) -> None:
+def test_with_rules_it_streams() -> None:
     streamfx.register_rule(gate, "... e! -> ... d")
     streamfx.register_rule(torch.ops.streamfx_tests.gate_backward.default, "... d!, ... e! -> ... e")
     model, x = Gated().double(), torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -87,7 +77,7 @@ def test_with_rules_it_streams(rules: None) -> None:
         (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
     ],
 )
-def test_what_cannot_be_is_refused(operator: object, rule: object, says: str, rules: None) -> None:
+def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) -> None:
     before = dict(RULES)
     with pytest.raises(streamfx.RuleError, match=says):
         streamfx.register_rule(operator, rule)  # type: ignore[arg-type]
