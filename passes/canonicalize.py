@@ -22,10 +22,12 @@ from streamfx.ir.joint import bound_arguments, is_size, is_tensor, joint_graph, 
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.convolutions import split_backward
 from streamfx.passes.dropped_column import drop_columns
+from streamfx.passes.experts import PRODUCTS
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.identities import IDENTITIES
 from streamfx.passes.linear import is_random
+from streamfx.passes.permutations import undo_orders
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.passes.scans import reversed_scan
 from streamfx.runtime.rng import draw_seed
@@ -83,6 +85,7 @@ def canonicalize(graph: fx.Graph) -> None:
     undo_group_expansion(graph)
     _drop_unused(graph)
     drop_columns(graph)
+    undo_orders(graph, PRODUCTS)
     _drop_unused(graph)
 
 

@@ -8,15 +8,16 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Role
-from streamfx.ir.joint import bound_arguments, is_size, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
 from streamfx.ir.sizes import product, size_of
-from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.bodies import BodyBuilder, arranged, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, windows
+from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
     first_in_chunk,
@@ -180,6 +181,19 @@ def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     replaced = iter(operands)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(replaced))
     return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
+
+
+@emits(GROUPED_MM)
+def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, weight, group = builder.operands(node)
+    order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
+    return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
+
+
+@emits(GROUPED_OUTER)
+def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, y, group = builder.operands(node)
+    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3])))
 
 
 @emits(ATTENTION)

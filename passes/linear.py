@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, tensor_operands
+from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.rng import draw_seed
 
@@ -43,6 +44,8 @@ LINEAR_IN: dict[Any, tuple[int, ...]] = {
     aten.mean.dim: (0,),
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),
+    GROUPED_MM: (0, 1),
+    GROUPED_OUTER: (0, 1),
     aten.mul.Tensor: (0, 1),
     aten.mul.Scalar: (0,),
     aten.div.Tensor: (0,),
@@ -79,6 +82,8 @@ CONTRACTIONS = frozenset(
         aten.convolution_backward.default,
         ATTENTION,
         ATTENTION_BACKWARD,
+        GROUPED_MM,
+        GROUPED_OUTER,
     }
 )
 

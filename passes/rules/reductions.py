@@ -152,3 +152,13 @@ def rms_norm_backward(call: Call) -> Signature:
     affine = (letters[inner:],) * (len(call.operands) - 3)
     results = (letters, letters[inner:])[: len(call.result_shapes)]
     return Signature((letters, letters, statistics, *affine), results, whole=frozenset(range(inner, rank)))
+
+
+@rule(aten.histc.default)
+def histogram(call: Call) -> Signature | None:
+    """Counts of fixed bins add up; bins from the least to the largest element depend on all of them."""
+    arguments = call.arguments()
+    if not arguments["min"] < arguments["max"]:
+        return None
+    rank = len(call.shapes[0])
+    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), whole=frozenset({rank}))

@@ -1,0 +1,135 @@
+"""Grouped products over rows that were sorted by their group: the same products over the rows where they stand.
+
+    order = sort(group),  ends = cumsum(how many rows each group has)
+    grouped_mm(x[order], weight, ends)         ->   streamfx::grouped_mm(x, weight, group)[order]
+    grouped_mm(x[order].T, y[order], ends)     ->   streamfx::grouped_outer(x, y, group)
+
+That `ends` are the ends of the groups is proven from how they were counted; that no group is negative (such rows would be
+sorted to the front, but not be counted) from what the numbers are: positions of the largest scores, for example.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.passes.permutations import Orders, Reordered
+from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
+POSITIONS = {  # operators with results that are positions, by the number of that result
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+}
+
+
+def product(orders: Orders, node: fx.Node) -> None:
+    """(x, weight, ends): a product of rows with their group's weight, or of rows with rows, summed per group."""
+    arguments = bound_arguments(node)
+    x, weight = node.args[:2]
+    others = [value for name, value in arguments.items() if name not in ("input", "self", "mat2", "weight", "offs")]
+    ends = arguments.get("offs")
+    if ends is None or any(value is not None for value in others):
+        return
+    rank = len(shape_of_node(x)), len(shape_of_node(weight))  # type: ignore[arg-type]
+    writer = orders.writer.before(node)
+    if rank == (2, 3) and (rows := orders.at(x)) is not None:
+        group = _group(orders, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
+        if group is not None and weight not in orders.reordered:
+            orders.note(node, rows.order, writer.call(GROUPED_MM, rows.twin, weight, group))
+    elif rank == (2, 2) and (rows := orders.at(x, 1)) is not None and (other := orders.at(weight)) is not None:
+        group = _group(orders, rows.order, ends, shape_of_node(ends)[0])
+        if group is not None and other.order is rows.order:
+            across = writer.call(aten.transpose.int, rows.twin, 0, 1)
+            made = writer.call(GROUPED_OUTER, across, other.twin, group, node.meta["val"].shape[0])
+            orders.note(node, rows.order, made, None)
+
+
+def product_backward(orders: Orders, node: fx.Node) -> None:
+    """(x, weight, ends, gradient) to the gradients of x and of weight."""
+    x, weight, ends, gradient = node.args
+    rows, cotangent = orders.at(x), orders.at(gradient)
+    if rows is None or cotangent is None or rows.order is not cotangent.order or weight in orders.reordered:
+        return
+    count = shape_of_node(weight)[0]  # type: ignore[arg-type]
+    group = _group(orders, rows.order, ends, count)
+    if group is None:
+        return
+    for part in node.users:
+        assert part.target is operator.getitem
+        writer = orders.writer.before(part)
+        if int_argument(part, 1) == 0:
+            turned = writer.call(aten.transpose.int, weight, 1, 2)
+            orders.note(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, turned, group))
+        else:
+            made = writer.call(GROUPED_OUTER, rows.twin, cotangent.twin, group, weight.meta["val"].shape[0])  # type: ignore[union-attr]
+            orders.note(part, rows.order, made, None)
+    orders.reordered[node] = Reordered(rows.order, rows.twin, ())
+
+
+def _group(orders: Orders, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
+    """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
+    keys = orders.sorted_by[order]
+    counted = _counted(orders, ends, count)
+    same = counted is not None and _same_numbers(counted) is _same_numbers(keys)
+    return keys if same and is_not_negative(keys) else None
+
+
+def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
+    """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
+    while ends.target is aten._to_copy.default:
+        ends = node_argument(ends)
+    if ends.target is not aten.cumsum.default or len(shape_of_node(ends)) != 1:
+        return None
+    counts = node_argument(ends)
+    while counts.target is aten._to_copy.default:
+        counts = node_argument(counts)
+    if counts in orders.restored:
+        counts = orders.restored[counts].twin
+    return _histogram(counts, count) if counts.target is aten.histc.default else None
+
+
+def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
+    """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count]."""
+    arguments = bound_arguments(counts)
+    bins, low, high = arguments["bins"], arguments["min"], arguments["max"]
+    fits = bins == count and low == 0 and high in (count - 1, count) and high > 0
+    return node_argument(counts) if fits else None
+
+
+def _same_numbers(node: fx.Node) -> fx.Node:
+    """The node behind views and changes of type, which keep small whole numbers what they are, if not their shape."""
+    while node.target in (*VIEWS, aten._to_copy.default):
+        node = node_argument(node)
+    return node
+
+
+def is_not_negative(node: fx.Node) -> bool:
+    """Whether all numbers of a value are provably 0 or more: positions, and what is taken from them."""
+    node = _same_numbers(node)
+    if node.target is operator.getitem:
+        source = node_argument(node)
+        return POSITIONS.get(source.target) == node.args[1]
+    if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable):
+        return True
+    if node.target in (aten.slice.Tensor, aten.select.int, aten.gather.default, aten.expand.default, aten.unsqueeze.default):
+        return is_not_negative(node_argument(node))
+    if node.target is aten.clamp.default:
+        low = bound_arguments(node)["min"]
+        return isinstance(low, (int, float)) and low >= 0
+    return False
+
+
+PRODUCTS = {
+    "aten::_grouped_mm": product,
+    "transformers::grouped_mm_fallback": product,
+    "transformers::grouped_mm_fallback_backward": product_backward,
+}
