@@ -24,7 +24,7 @@ from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, 
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_moved_elements, is_random
-from streamfx.passes.rules.registry import Call, rule_for
+from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def _apply_rule(
     """The node's signature, the axes behind its letters and its results' dimensions; or why there is none."""
     rule = rule_for(node)
     if rule is None:
-        return f"no rule for {node.target}"
+        return str(node.meta.get(WHY_WHOLE, f"no rule for {node.target}"))
     call = Call(node, table, shapes)
     signature = rule(call)
     if signature is None:

@@ -33,12 +33,12 @@ from streamfx.ir.program import (
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.passes.adders import ADDERS
 from streamfx.passes.body_inputs import BodyInputs
 from streamfx.passes.linear import is_random
 from streamfx.passes.regions import LoopContent, is_loop_value, producer_of
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
-from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGE, GROUPED_OUTER
 from streamfx.runtime.rng import replay
 from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
 
@@ -352,36 +352,6 @@ def mean_count(node: fx.Node, layout: Layout) -> Size:
         return 1
     table = layout.axes.table
     return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
-
-
-def _mm_adder(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    return (sums.add_mm if node.target is aten.mm.default else sums.add_bmm), tuple(builder.operands(node))
-
-
-def _look_up_adder(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    return sums.add_looked_up, (*builder.operands(node), node.args[3])
-
-
-def _outer_adder(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    x, y, group = builder.operands(node)
-    return ADD_ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3]))
-
-
-ADDERS: dict[Any, Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]] = {
-    GROUPED_OUTER: _outer_adder,
-    aten.mm.default: _mm_adder,
-    aten.bmm.default: _mm_adder,
-    aten.embedding_dense_backward.default: _look_up_adder,
-}
-
-
-def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
-    """The chunk's rows sorted by group, once for all products that share their groups."""
-    key = ("arranged", group, groups)
-    if key not in builder.made:
-        pair = builder.graph.call_function(ARRANGE, (group, groups))
-        builder.made[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
-    return builder.made[key]  # type: ignore[no-any-return]
 
 
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:

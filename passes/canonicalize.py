@@ -23,11 +23,13 @@ from streamfx.passes.building import GraphWriter
 from streamfx.passes.convolutions import split_backward
 from streamfx.passes.dropped_column import drop_columns
 from streamfx.passes.experts import PRODUCTS
+from streamfx.passes.fillers import fill_of
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.identities import IDENTITIES
 from streamfx.passes.linear import is_random
 from streamfx.passes.permutations import undo_orders
+from streamfx.passes.row_numbers import rows_of_matrix
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.passes.scans import reversed_scan
 from streamfx.runtime.rng import draw_seed
@@ -45,14 +47,6 @@ MAKES_AXES = frozenset(
         aten.stack.default,
     }
 )
-FILLERS: dict[Any, float | None] = {
-    aten.full.default: None,
-    aten.full_like.default: None,
-    aten.zeros.default: 0.0,
-    aten.zeros_like.default: 0.0,
-    aten.ones.default: 1.0,
-    aten.ones_like.default: 1.0,
-}
 Simplifier: TypeAlias = "Callable[[fx.Node, GraphWriter], fx.Node | None]"
 
 
@@ -177,7 +171,7 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     full: list[Any] = [item for item in node.args[0] if 0 not in shape_of_node(item)]  # type: ignore[union-attr,arg-type]
     if len(full) == 1 and _dtype(full[0]) == _dtype(node):
         return writer.call(aten.clone.default, full[0])
-    fills = [_fill_of(item) for item in full]
+    fills = [fill_of(item) for item in full]
     computed = [i for i, fill in enumerate(fills) if fill is None]
     values = {fill for fill in fills if fill is not None}
     floating = all(_dtype(item) == _dtype(node) and _dtype(item).is_floating_point for item in full)
@@ -195,7 +189,7 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Rows written into a constant are those rows with padding around them."""
     arguments = bound_arguments(node)
-    value, dim = _fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))  # type: ignore[arg-type]
+    value, dim = fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))
     length, written = (item.meta["val"].shape[dim] for item in node.args[:2])  # type: ignore[union-attr]
     start = arguments["start"] or 0
     floating = _dtype(node).is_floating_point and _dtype(node.args[1]) == _dtype(node)  # type: ignore[arg-type]
@@ -204,13 +198,6 @@ def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
     return writer.call(aten.constant_pad_nd.default, node.args[1], pad, value)
-
-
-def _fill_of(node: fx.Node) -> float | None:
-    """The number that all elements are, where the operator says so."""
-    arguments = bound_arguments(node) if node.op == "call_function" and node.target in FILLERS else {}
-    value = arguments.get("fill_value", FILLERS.get(node.target))
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -299,6 +286,8 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_empty_strided.default: _filler(0),
     aten.slice_scatter.default: _written_over_filler,
     aten.new_empty.default: _filler(0),
+    aten.gather.default: rows_of_matrix,
+    aten.scatter_add.default: rows_of_matrix,
     **IDENTITIES,
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,

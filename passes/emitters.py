@@ -12,7 +12,8 @@ from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
 from streamfx.ir.sizes import product, size_of
-from streamfx.passes.bodies import BodyBuilder, arranged, emit_copy, emits
+from streamfx.passes.adders import arranged
+from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import attention as chunked

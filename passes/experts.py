@@ -17,12 +17,15 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.passes.fillers import fill_of
 from streamfx.passes.permutations import Orders, Reordered
+from streamfx.passes.row_numbers import VIEWS, counts_up
+from streamfx.passes.rules.registry import WHY_WHOLE
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
-POSITIONS = {  # operators with results that are positions, by the number of that result
+SAME_NUMBERS = (*VIEWS, aten.clone.default, aten.unsqueeze.default, aten._to_copy.default)
+POSITIONS: dict[Any, int] = {  # operators with results that are positions, by the number of that result
     aten.topk.default: 1,
     aten.sort.default: 1,
     aten.sort.stable: 1,
@@ -41,12 +44,13 @@ def product(orders: Orders, node: fx.Node) -> None:
         return
     rank = len(shape_of_node(x)), len(shape_of_node(weight))  # type: ignore[arg-type]
     writer = orders.writer.before(node)
+    _whole(node, "nothing proves that its rows are sorted by group")
     if rank == (2, 3) and (rows := orders.at(x)) is not None:
-        group = _group(orders, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
+        group = _group(orders, node, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
         if group is not None and weight not in orders.reordered:
             orders.note(node, rows.order, writer.call(GROUPED_MM, rows.twin, weight, group))
     elif rank == (2, 2) and (rows := orders.at(x, 1)) is not None and (other := orders.at(weight)) is not None:
-        group = _group(orders, rows.order, ends, shape_of_node(ends)[0])
+        group = _group(orders, node, rows.order, ends, shape_of_node(ends)[0])
         if group is not None and other.order is rows.order:
             across = writer.call(aten.transpose.int, rows.twin, 0, 1)
             made = writer.call(GROUPED_OUTER, across, other.twin, group, node.meta["val"].shape[0])
@@ -57,10 +61,11 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
     """(x, weight, ends, gradient) to the gradients of x and of weight."""
     x, weight, ends, gradient = node.args
     rows, cotangent = orders.at(x), orders.at(gradient)
+    _whole(node, "nothing proves that its rows are sorted by group")
     if rows is None or cotangent is None or rows.order is not cotangent.order or weight in orders.reordered:
         return
     count = shape_of_node(weight)[0]  # type: ignore[arg-type]
-    group = _group(orders, rows.order, ends, count)
+    group = _group(orders, node, rows.order, ends, count)
     if group is None:
         return
     for part in node.users:
@@ -75,12 +80,21 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
     orders.reordered[node] = Reordered(rows.order, rows.twin, ())
 
 
-def _group(orders: Orders, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
+def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
     """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
     keys = orders.sorted_by[order]
     counted = _counted(orders, ends, count)
-    same = counted is not None and _same_numbers(counted) is _same_numbers(keys)
-    return keys if same and is_not_negative(keys) else None
+    if counted is None or _same_numbers(counted) is not _same_numbers(keys):
+        _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
+        return None
+    if not is_not_negative(keys):
+        _whole(node, "the numbers of its groups may be negative as far as the graph tells, and such rows have no group")
+        return None
+    return keys
+
+
+def _whole(node: fx.Node, reason: str) -> None:
+    node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
 def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
@@ -94,7 +108,8 @@ def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
         counts = node_argument(counts)
     if counts in orders.restored:
         counts = orders.restored[counts].twin
-    return _histogram(counts, count) if counts.target is aten.histc.default else None
+    counter = COUNTERS.get(counts.target)
+    return None if counter is None else counter(counts, count)
 
 
 def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
@@ -105,9 +120,31 @@ def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
     return node_argument(counts) if fits else None
 
 
+def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
+    """zeros.index_add(0, numbers, ones)"""
+    arguments = bound_arguments(counts)
+    base, ones = arguments["self"], arguments["source"]
+    fits = arguments["alpha"] == 1 and shape_of_node(counts) == (count,) and fill_of(base) == 0 and fill_of(ones) == 1
+    return arguments["index"] if fits else None
+
+
+def _equals_summed(counts: fx.Node, count: Any) -> fx.Node | None:
+    """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
+    source, dims = node_argument(counts), bound_arguments(counts)["dim"]
+    while source.target is aten._to_copy.default:
+        source = node_argument(source)
+    if source.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(source)) != 2:
+        return None
+    numbers, candidates = source.args
+    column, row = node_argument(source), candidates
+    is_table = counts_up(row) and shape_of_node(row) == (count,)  # type: ignore[arg-type]
+    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and shape_of_node(column)[1] == 1
+    return numbers if is_table and is_column else None  # type: ignore[return-value]
+
+
 def _same_numbers(node: fx.Node) -> fx.Node:
     """The node behind views and changes of type, which keep small whole numbers what they are, if not their shape."""
-    while node.target in (*VIEWS, aten._to_copy.default):
+    while node.target in SAME_NUMBERS:
         node = node_argument(node)
     return node
 
@@ -120,7 +157,7 @@ def is_not_negative(node: fx.Node) -> bool:
         return POSITIONS.get(source.target) == node.args[1]
     if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable):
         return True
-    if node.target in (aten.slice.Tensor, aten.select.int, aten.gather.default, aten.expand.default, aten.unsqueeze.default):
+    if node.target in (aten.slice.Tensor, aten.select.int, aten.gather.default, aten.expand.default):
         return is_not_negative(node_argument(node))
     if node.target is aten.clamp.default:
         low = bound_arguments(node)["min"]
@@ -128,6 +165,11 @@ def is_not_negative(node: fx.Node) -> bool:
     return False
 
 
+COUNTERS: dict[Any, Any] = {
+    aten.histc.default: _histogram,
+    aten.index_add.default: _ones_added,
+    aten.sum.dim_IntList: _equals_summed,
+}
 PRODUCTS = {
     "aten::_grouped_mm": product,
     "transformers::grouped_mm_fallback": product,

@@ -7,6 +7,7 @@ from torch import fx
 
 from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
 from streamfx.ir.pieces import Const
+from streamfx.passes.fillers import FILLERS
 from streamfx.passes.intervals import STAYS_ORDINARY, filled
 from streamfx.passes.linear import MOVES_ELEMENTS
 
@@ -14,14 +15,6 @@ aten = torch.ops.aten
 
 LARGE = 1e4  # numbers below are no stand-ins for infinity
 POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
-FILLERS = {
-    aten.full.default,
-    aten.ones.default,
-    aten.zeros.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
 STAYS_FINITE = (
     (STAYS_ORDINARY - {aten.div.Tensor})
     | MOVES_ELEMENTS

@@ -14,6 +14,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.fillers import is_zero
 
 aten = torch.ops.aten
 
@@ -54,20 +55,16 @@ def _sum_of_gradients(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.full.default, list(value.shape), 0.0, dtype=value.dtype, device=value.device)
 
 
-def _is_nothing(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
-
-
 def _scattered_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     target, source = node.args[0], node.args[3]
-    return target if _is_nothing(target) and _is_nothing(source) else None  # type: ignore[return-value]
+    return target if is_zero(target) and is_zero(source) else None  # type: ignore[return-value]
 
 
 def _plus_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     left, right = node.args[:2]
-    if _is_nothing(left):
+    if is_zero(left):
         left, right = right, left
-    if not _is_nothing(right) or not is_tensor(left) or "alpha" in node.kwargs:
+    if not is_zero(right) or not is_tensor(left) or "alpha" in node.kwargs:
         return None
     same = left.meta["val"].shape == node.meta["val"].shape and left.meta["val"].dtype == node.meta["val"].dtype  # type: ignore[union-attr]
     return left if same else None  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.fillers import is_zero
 from streamfx.passes.linear import LINEAR_IN, MOVES_ELEMENTS
 
 aten = torch.ops.aten
@@ -85,15 +86,7 @@ def _is_linear(node: fx.Node, driven: set[fx.Node]) -> bool:
 
 def _others_are_zero(operands: tuple[fx.Node, ...], positions: list[int]) -> bool:
     others = [operand for i, operand in enumerate(operands) if i not in (0, *positions)]
-    return all(_is_zero(operand) for operand in others)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    if node.target is aten.full.default:
-        return bool(node.args[1] == 0)
-    if node.target is aten.scalar_tensor.default:
-        return bool(node.args[0] == 0)
-    return node.target in (aten.zeros.default, aten.zeros_like.default)
+    return all(is_zero(operand) for operand in others)
 
 
 def _is_worth_it(stage: Stage, facts: Facts) -> bool:

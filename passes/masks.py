@@ -30,7 +30,8 @@ from streamfx.ir.pieces import (
     everywhere,
 )
 from streamfx.ir.sizes import size_of
-from streamfx.passes.finite import FILLERS, finite_nodes
+from streamfx.passes.fillers import FILLERS
+from streamfx.passes.finite import finite_nodes
 from streamfx.passes.intervals import COMPARISONS, evaluate, filled, is_minus_infinity, is_zero, ordinary
 from streamfx.passes.linear import CONTRACTIONS, MOVES_ELEMENTS, is_random
 from streamfx.passes.positions import Affine, affine_of

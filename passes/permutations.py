@@ -25,8 +25,9 @@ from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.fillers import is_zero
 from streamfx.passes.row_numbers import counts_up, looked_up_by_number, row_index, size_arguments
-from streamfx.passes.rules.registry import Call, rule_for
+from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
@@ -86,6 +87,10 @@ def undo_orders(graph: fx.Graph, special: Mapping[str, Special]) -> None:
     orders = Orders(graph)
     orders.find(special)
     restored = _without_lasting_orders(orders)
+    alive = _alive(graph, restored)
+    for node in orders.reordered.keys() & alive:
+        lasting = next((user.name for user in node.users if user in alive and user not in orders.reordered), "another")
+        node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {lasting}"
     for node, found in restored.items():
         node.replace_all_uses_with(found.twin, propagate_meta=False)
 
@@ -142,11 +147,8 @@ def _push(orders: Orders, node: fx.Node) -> None:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
     twin = looked_up_by_number(twin, writer) or twin
-    is_tuple = not is_tensor(node)
-    if is_tuple or dims[0] is not None:
-        orders.reordered[node] = Reordered(known[0].order, twin, dims)
-    else:
-        orders.restored[node] = Reordered(known[0].order, twin, dims)
+    is_part = not is_tensor(node) or dims[0] is not None
+    (orders.reordered if is_part else orders.restored)[node] = Reordered(known[0].order, twin, dims)
     return None
 
 
@@ -208,7 +210,7 @@ def _sort(orders: Orders, node: fx.Node) -> None:
     is_pair = not is_tensor(node)
     parts = {int_argument(user, 1): user for user in node.users if user.target is operator.getitem} if is_pair else {1: node}
     order = parts.get(1)
-    if order is None or keys in orders.reordered and orders.order_of(keys) is None:
+    if order is None or (keys in orders.reordered and orders.order_of(keys) is None):
         return
     writer = orders.writer.before(node)
     if orders.order_of(keys) is not None:
@@ -241,7 +243,7 @@ def _write(orders: Orders, node: fx.Node) -> None:
         return
     if (order := orders.order_of(index)) is not None and not arguments["accumulate"]:
         _written(orders, node, order, rows)
-    elif index in orders.inverse and rows not in orders.reordered and not (arguments["accumulate"] and not _is_zero(base)):
+    elif index in orders.inverse and rows not in orders.reordered and not (arguments["accumulate"] and not is_zero(base)):
         orders.note(node, orders.inverse[index], rows)
 
 
@@ -260,12 +262,14 @@ def _scatter(orders: Orders, node: fx.Node) -> None:
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
     is_vector = len(shape_of_node(index)) == 1 and arguments["dim"] == 0
     order = orders.order_of(index)
-    if is_vector and order is not None and is_tensor(rows) and shape_of_node(rows) == shape_of_node(node):
+    if (
+        is_vector
+        and order is not None
+        and isinstance(rows, fx.Node)
+        and is_tensor(rows)
+        and shape_of_node(rows) == shape_of_node(node)
+    ):
         _written(orders, node, order, rows)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
 
 
 SPECIAL: dict[Any, Special] = {

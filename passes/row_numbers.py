@@ -1,7 +1,11 @@
-"""Looking up rows by numbers that count up is no look-up: each row once, or each row k times over.
+"""Looking up rows, and adding to them, by a vector of numbers.
 
-    x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
-    x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
+gather(x, 0, expand(i, [s d])) -> x[i]          scatter_add(x, 0, expand(i, [s d]), y) -> index_add(x, 0, i, y)
+
+By numbers that count up it is no look-up at all: each row once, or each row k times over.
+
+x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
+x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, product
 from streamfx.passes.building import GraphWriter
+from streamfx.passes.fillers import is_zero
 
 aten = torch.ops.aten
 SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
@@ -47,7 +52,7 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     base, index = arguments["self"], row_index(node)
     rows = arguments["source"] if node.target is aten.index_add.default else arguments["values"]
     adds = arguments.get("accumulate", arguments.get("alpha") == 1)
-    if index is None or not adds or base.target is not aten.full.default or base.args[1] != 0:
+    if index is None or not adds or not is_zero(base):
         return None
     times = repeats(index, shape_of_node(base)[0])
     expected = (*shape_of_node(index), *shape_of_node(base)[1:])
@@ -57,6 +62,33 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return rows  # type: ignore[no-any-return]
     sizes = size_arguments(base, writer)
     return writer.call(aten.sum.dim_IntList, writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]]), [1])
+
+
+def rows_of_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """`gather` and `scatter_add` along the first dimension whose index is a vector, repeated for all columns."""
+    arguments, width = bound_arguments(node), shape_of_node(node)[1:]
+    index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
+    if index is None or shape_of_node(arguments["self"])[1:] != width:
+        return None
+    if node.target is aten.gather.default:
+        return writer.call(aten.index.Tensor, arguments["self"], [index])
+    if shape_of_node(arguments["src"]) != (*shape_of_node(index), *width):
+        return None
+    return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
+
+
+def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
+    """The vector [s] behind an index [s *width] that is the same in all columns."""
+    if len(shape_of_node(index)) == 1:
+        return index
+    if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
+        return None
+    column = node_argument(index)
+    if column.target not in (aten.unsqueeze.default, *VIEWS):
+        return None
+    vector = node_argument(column)
+    is_column = len(shape_of_node(vector)) == 1 and shape_of_node(column) == (shape_of_node(vector)[0], *(1 for _ in width))
+    return vector if is_column and shape_of_node(index)[0] == shape_of_node(vector)[0] else None
 
 
 def row_index(node: fx.Node) -> fx.Node | None:

@@ -1,6 +1,18 @@
 """What each operator does with its axes: one table, a file per operator family."""
 
-from streamfx.passes.rules import attention, convolution, experts, factories, indexing, loss, matmul, pointwise, reductions, scans, views
+from streamfx.passes.rules import (
+    attention,
+    convolution,
+    experts,
+    factories,
+    indexing,
+    loss,
+    matmul,
+    pointwise,
+    reductions,
+    scans,
+    views,
+)
 from streamfx.passes.rules.registry import RULES, Call, rule, rule_for, signatures
 from streamfx.passes.rules.taken_apart import TAKEN_APART
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from streamfx.ir.signature import LetterShape, Signature
+from streamfx.passes.fillers import is_zero
 from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def index_put(call: Call) -> Signature | None:
     target, indices, rows, looked = found
     own = call.shapes[-1]
     values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
-    adds_up = call.arguments()["accumulate"] and _is_zero(call.operands[0])
+    adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0])
     positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
     return Signature((target, *indices, values), (target,), whole=looked | positions)
 
@@ -105,7 +105,7 @@ def index_add(call: Call) -> Signature | None:
     dim = call.arguments()["dim"] % rank
     target, chosen = tuple((i,) for i in range(rank)), (rank,)
     source = (*target[:dim], chosen, *target[dim + 1 :])
-    adds_up = _is_zero(call.operands[0])
+    adds_up = is_zero(call.operands[0])
     whole = frozenset({dim}) if adds_up else frozenset({dim, rank})
     return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole=whole)
 
@@ -127,8 +127,3 @@ def _looked_up(call: Call) -> tuple[LetterShape, tuple[LetterShape, ...], Letter
     kept = tuple(dim for i, dim in enumerate(source) if i not in looked)
     first = looked[0] if looked == list(range(looked[0], looked[-1] + 1)) else 0
     return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(looked)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    fills = node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
-    return bool(fills) or node.target in (aten.zeros.default, aten.zeros_like.default)

@@ -15,6 +15,7 @@ from streamfx.ir.signature import LetterShape, Signature
 from streamfx.ir.sizes import Size, shape_of
 
 Rule: TypeAlias = "Callable[[Call], Signature | None]"
+WHY_WHOLE = "streamfx_why_whole"  # in a node's `meta`: why an operator without a rule was not rewritten into one that has one
 
 
 class Call:

@@ -80,8 +80,9 @@ def _has_kernel(x: Tensor, other: Tensor) -> bool:
     """Whether the device multiplies all groups in one call, without being told their sizes on the host."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
         return False
+    is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
-    return aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return is_dense and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:

@@ -109,8 +109,33 @@ def _mlp(w: Writer, layer: Layer, i: int) -> str:
             return f"{down}(F.gelu(left, approximate='tanh') * right)"
         case "squared":
             return f"{down}(F.relu({w.linear(f'up_mlp{i}', d, wide)}(z)).square())"
+        case "sorted experts":
+            return _sorted_experts(w, i)
         case _:
             return _experts(w, layer, i)
+
+
+ROWS = ("z.flatten(0, -2)[order // 2]", "z.flatten(0, -2).repeat_interleave(2, 0)[order]")
+BACK = (
+    "rows[order.argsort()].view(-1, 2, {d}).sum(1)",
+    "rows.new_zeros(z.flatten(0, -2).shape).index_add(0, order // 2, rows)",
+    "torch.zeros_like(rows).index_put((order,), rows).view(-1, 2, {d}).sum(1)",
+)
+
+
+def _sorted_experts(w: Writer, i: int) -> str:
+    """Rows sorted by expert, multiplied by groups, and put back in one of several ways."""
+    d, seed = w.decoder.width, w.decoder.seed
+    experts = w.parameter(f"experts{i}", EXPERTS, d, d)
+    w.line(
+        f"top, group = torch.softmax({w.linear(f'router{i}', d, EXPERTS)}(z), -1).topk({CHOSEN}, dim=-1)",
+        "group = group.reshape(-1)",
+        ("order = group.sort()[1]", "order = group.argsort(stable=True)")[seed % 2],
+        f"ends = torch.histc(group.float(), {EXPERTS}, 0, {EXPERTS - 1}).cumsum(0).to(torch.int32)",
+        f"rows = torch.ops.transformers.grouped_mm_fallback({ROWS[seed % 2]}.to({experts}.dtype), {experts}, ends)",
+        "rows = F.silu(rows) * top.reshape(-1)[order].unsqueeze(1)",
+    )
+    return f"({BACK[seed % 3].format(d=d)}).view_as(z)"
 
 
 def _experts(w: Writer, layer: Layer, i: int) -> str:

@@ -14,7 +14,7 @@ PROGRAM = """\
 import torch
 import torch.nn.functional as F
 from torch import nn
-{norm}
+{imports}{norm}
 
 class Model(nn.Module):
     def __init__(self):
@@ -51,6 +51,7 @@ DIRECT = """\
     from tests.support.exactness import scalar_of
 
     return compare_directly(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance)"""
+GROUPED = "from transformers.integrations import moe  # defines the grouped product\n"
 NORM = """
 
 class Norm(nn.Module):
@@ -75,6 +76,7 @@ def program(decoder: Decoder) -> str:
     own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
     return PROGRAM.format(
         norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
+        imports=GROUPED if "grouped_mm" in "\n".join(lines) else "",
         own=own or "pass",
         arguments=", ".join(w.inputs),
         lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),

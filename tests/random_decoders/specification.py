@@ -41,7 +41,7 @@ class Layer:
     mixer: str = choice("none", "shift", "convolution", "cumulative sum", "cumulative mean", rare=True)
     norm: str = choice("spelled", "layer", "rms", "none")
     wiring: str = choice("pre", "post", "sandwich", "parallel", "scaled", "streams", "gated", "mixed streams")
-    mlp: str = choice("none", "plain", "gated", "fused", "squared", "experts", "top experts")
+    mlp: str = choice("none", "plain", "gated", "fused", "squared", "experts", "top experts", "sorted experts")
 
     @property
     def is_fused(self) -> bool:

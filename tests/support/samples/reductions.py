@@ -108,3 +108,4 @@ sample(aten.linalg_solve_triangular.default)(lambda s: (s.draw(s.b, s.t, s.d, s.
 sample(aten.linalg_solve_triangular.default)(
     lambda s: (s.draw(s.b, s.d, s.d), s.draw(s.b, s.t, s.d), {"upper": False, "left": False})
 )
+sample(aten.histc.default)(lambda s: (s.integers(s.v, s.b, s.t).double(), s.v + 1, 0, s.v))

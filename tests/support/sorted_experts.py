@@ -1,0 +1,120 @@
+"""Mixtures of experts as libraries write them for grouped products: rows sorted by expert, multiplied, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations import moe  # noqa: F401  (defines the grouped product that has float64)
+
+from tests.support.decoders.parts import HEAD, HEADS, VOCABULARY, WIDTH, Heads, RMSNorm, loss_of
+
+EXPERTS, CHOSEN = 4, 2
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way of writing each step; every function takes and returns what its field says."""
+
+    order: Callable[[Tensor], Tensor] = lambda ids: torch.sort(ids)[1]  # group [s] -> order [s]
+    token: Callable[[Tensor, int], Tensor] = lambda order, n: order // CHOSEN  # order [s], tokens -> token of each row [s]
+    count: Callable[[Tensor], Tensor] = lambda ids: torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1)  # group [s] -> [e]
+    back: Callable[[Tensor, Tensor, int], Tensor] = lambda y, order, n: _inverse(order)(y).view(n, CHOSEN, -1).sum(1)
+
+
+def _inverse(order: Tensor) -> Callable[[Tensor], Tensor]:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return lambda y: y[inverse]
+
+
+def _written(y: Tensor, order: Tensor, n: int) -> Tensor:
+    out = torch.zeros_like(y)
+    out[order] = y
+    return out.view(n, CHOSEN, -1).sum(1)
+
+
+def _tokens(n: int) -> Tensor:
+    return torch.arange(n).unsqueeze(1).expand(n, CHOSEN).reshape(-1)
+
+
+def _added(y: Tensor, order: Tensor, n: int) -> Tensor:
+    return torch.zeros(n, y.shape[1], dtype=y.dtype).index_add(0, order // CHOSEN, y)
+
+
+def _scattered(y: Tensor, order: Tensor, n: int) -> Tensor:
+    index = (order // CHOSEN).unsqueeze(1).expand_as(y)
+    return torch.zeros(n, y.shape[1], dtype=y.dtype).scatter_add(0, index, y)
+
+
+SPELLINGS = {
+    "histogram and written inverse": Spelling(),
+    "stable sort and sorted inverse": Spelling(
+        order=lambda ids: torch.argsort(ids, stable=True), back=lambda y, order, n: y[order.argsort()].view(n, CHOSEN, -1).sum(1)
+    ),
+    "tokens looked up": Spelling(token=lambda order, n: _tokens(n)[order]),
+    "rows written back": Spelling(back=_written),
+    "rows added": Spelling(back=_added),
+    "rows scattered": Spelling(back=_scattered),
+    "bins up to the count": Spelling(count=lambda ids: torch.histc(ids.double(), EXPERTS, 0, EXPERTS)),
+    "counted by comparison": Spelling(count=lambda ids: (ids.unsqueeze(1) == torch.arange(EXPERTS)).sum(0)),
+    "counted by adding": Spelling(count=lambda ids: torch.zeros(EXPERTS).scatter_add(0, ids, torch.ones(len(ids)))),
+}
+
+
+class SortedExperts(nn.Module):
+    def __init__(self, spelling: Spelling, bias: bool = True) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.3) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH)) if bias else None
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and numbers [n CHOSEN] of the experts of each token."""
+        return self.router(x).softmax(-1).topk(CHOSEN, -1)  # type: ignore[return-value]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs.flatten(0, -2)
+        shares, chosen = self.groups(x)
+        ids = chosen.reshape(-1)
+        order = self.spelling.order(ids)
+        ends = self.spelling.count(ids).cumsum(0).to(torch.int32)
+        y = self.between(x[self.spelling.token(order, len(x))], order, ends, ids)
+        y = y * shares.reshape(-1)[order].unsqueeze(1)
+        return self.spelling.back(y, order, len(x)).view_as(inputs)
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        """What happens to rows [s d] in the order of their experts."""
+        product = torch.ops.transformers.grouped_mm_fallback
+        y = product(rows, self.up, ends)
+        if self.bias is not None:
+            y = y + self.bias[ids[order]]
+        result: Tensor = product(F.silu(y), self.down.transpose(1, 2), ends)
+        return result
+
+
+class Attention(Heads):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class SparseDecoder(nn.Module):
+    """Attention and sorted experts, twice."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.attend, self.experts = (nn.ModuleList(kind() for _ in range(2)) for kind in (Attention, make))
+        self.norms = nn.ModuleList(RMSNorm() for _ in range(4))
+        assert HEADS * HEAD == WIDTH
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i, (attend, experts) in enumerate(zip(self.attend, self.experts, strict=True)):
+            x = x + attend(self.norms[2 * i](x))
+            x = x + experts(self.norms[2 * i + 1](x))
+        return loss_of(self.head(x), labels)

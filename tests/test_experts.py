@@ -1,0 +1,120 @@
+"""Experts whose rows are sorted: they stream where the order is proven to be undone, and run whole where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.decoders.parts import VOCABULARY, made
+from tests.support.exactness import Report, check_streamed, compare
+from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling
+from tests.support.twins import batch, compiled, same_gradients, twins
+
+LENGTH = 19
+
+
+def checked(make: Callable[[], SortedExperts], streams: bool, **options: Any) -> Report:
+    model = made(lambda: SparseDecoder(make))
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
+    return compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, 7, LENGTH), streams=streams, **options)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_sorted_experts_stream(name: str) -> None:
+    report = checked(lambda: SortedExperts(SPELLINGS[name], bias="written" in name), streams=True)
+    (facts,) = report.facts
+    assert not any("sort" in str(node.target) for node in facts.joint.nodes), "something is still sorted"
+
+
+def test_sorted_experts_stream_at_every_length() -> None:
+    own, eager = twins(lambda: SparseDecoder(lambda: SortedExperts(Spelling())))
+    function, backend = compiled(own)
+    for rows, length in ((2, 13), (3, 9), (5, 21), (4, 4)):
+        own.zero_grad()
+        eager.zero_grad()
+        function(**batch(rows, length)).backward()
+        eager(**batch(rows, length)).backward()
+        same_gradients(own, eager, f"{rows} rows of {length}")
+    check_streamed(backend.facts, True, {"causal"})
+
+
+class Noisy(SortedExperts):
+    """Groups that may be negative: such rows would be sorted to the front, but not counted."""
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares, chosen = super().groups(x)
+        return shares, chosen - 1
+
+
+class Running(SortedExperts):
+    """Each row takes in those sorted before it."""
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        return super().between(rows, order, ends, ids).cumsum(0)
+
+
+class Weighted(SortedExperts):
+    """Rows count by where they stand in the order."""
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        return super().between(rows * torch.arange(len(rows), dtype=rows.dtype).unsqueeze(1), order, ends, ids)
+
+
+class Shifted(SortedExperts):
+    """The ends of the groups are those of other numbers than the ones that were sorted."""
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        others = torch.histc((ids // 2).float(), len(self.up), 0, len(self.up) - 1).cumsum(0).to(torch.int32)
+        return super().between(rows, order, others, ids)
+
+
+class Twice(SortedExperts):
+    """Rows in the order of their experts, and the same rows in the order of their numbers."""
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        return super().between(rows, order, ends, ids) + rows[torch.sort(order)[1]]
+
+
+DESCENDING = Spelling(order=lambda ids: torch.argsort(ids, descending=True))
+FEWER_BINS = Spelling(count=lambda ids: torch.histc(ids.float(), 4, 0, 2))
+
+
+REASONS = {
+    Noisy: "may be negative",
+    Running: "an order that matters to",
+    Weighted: "sorted by group",
+    Shifted: "end where the numbers end",
+    Twice: "an order that matters to",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_depends_on_the_order_runs_whole(kind: type[SortedExperts]) -> None:
+    (facts,) = checked(lambda: kind(Spelling()), streams=False).facts
+    assert any(REASONS[kind] in reason for reason in facts.reasons()), facts.reasons()
+
+
+@pytest.mark.parametrize("spelling", [DESCENDING, FEWER_BINS], ids=["descending", "fewer bins"])
+def test_other_orders_and_counts_run_whole(spelling: Spelling) -> None:
+    checked(lambda: SortedExperts(spelling), streams=False)
+
+
+class Padded(SortedExperts):
+    """Some rows belong to no expert of this rank: they are sorted behind all others and multiplied by nothing."""
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares, chosen = super().groups(x)
+        return shares, torch.where(shares < 0.35, len(self.up), chosen).clamp(min=0)
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        y = super().between(rows, order, ends, ids.clamp(max=len(self.up) - 1))
+        return y.masked_fill((ids[order] >= len(self.up)).unsqueeze(1), 0.0)
+
+
+def test_rows_of_no_expert() -> None:
+    checked(lambda: Padded(Spelling()), streams=True)
