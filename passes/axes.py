@@ -257,7 +257,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     barred: set[Atom] = set()
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     for node, signature in axes.signatures.items():
-        for letter in signature.whole - signature.scans.keys():
+        for letter in signature.whole - signature.scans.keys() - signature.single.keys():
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             for shape in axes.results[node]:

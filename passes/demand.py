@@ -270,10 +270,10 @@ class _Analysis:
         return roles
 
     def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
-        """Whether an operator's rows follow one another in the direction in which its half's loops run."""
+        """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
         is_backward = node not in self.joint.forward
         is_alone = len(letters) == 1 and len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
-        return is_alone and signature.scans.get(letter) == is_backward
+        return is_alone and (letter in signature.single or signature.scans.get(letter) == is_backward)
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
         """Whether both sides are rows of an axis of their own; with keys beside them, the very same rows: no pair is stored."""

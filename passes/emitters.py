@@ -17,7 +17,7 @@ from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.scans import FORWARD, REVERSE
 from streamfx.runtime import attention as chunked
-from streamfx.runtime import scans, windows
+from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.sizes import (
@@ -75,9 +75,30 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
     return 0
 
 
+@emits(aten.select.int, aten.select_backward.default)
+def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The row, if the chunk holds it; a slice of one row keeps its dimension."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    found = next((item for item in signature.single.items() if roles.get(item[0]) is Role.ROWS), None)
+    if found is None:
+        return emit_copy(builder, node)
+    letter, row = found
+    (operand,) = builder.operands(node)
+    call = builder.graph.call_function
+    rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
+    position = builder.number(row - first_in_chunk(rows, builder.length))
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        taken = call(single_rows.take_row, (operand, letter, position))
+        return taken if node.target is aten.select.int else call(aten.unsqueeze.default, (taken, letter))
+    row_alone = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
+    return call(single_rows.put_row, (row_alone, letter, position, builder.number(builder.letter_size(node, letter))))
+
+
 @emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
 def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
+    if builder.layout.axes.signatures[node].single:
+        return single_row(builder, node)
     (need,) = builder.layout.needs(node)
     moved = next((where for where in need.where if isinstance(where[2], Shifted)), None)
     if moved is None:

@@ -185,7 +185,7 @@ def _letter_of_rows(signature: Signature, marks: list[Reordered | None]) -> Lett
         return None
     (letter,) = letters
     moved = {item for pair in signature.shifts.items() for item in (pair[0], pair[1][0])}
-    if letter in signature.whole | signature.keys | signature.scans.keys() | signature.reach.keys() | moved:
+    if letter in signature.whole | signature.keys | signature.reach.keys() | moved:
         return None
     for shape, mark in zip(signature.operands, marks, strict=True):
         places = [position for position, dim in enumerate(shape) if letter in dim]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
+from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.joint import is_size
 from streamfx.ir.signature import LetterDim, LetterShape, Signature
-from streamfx.ir.sizes import Size, size_of
+from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.rules.registry import Call, rule
 
 aten = torch.ops.aten
+FEW = 4  # rows taken one by one in a loop each
 
 
 def _own_letters(rank: int) -> LetterShape:
@@ -104,18 +106,41 @@ def transpose(call: Call) -> Signature:
 
 @rule(aten.select.int)
 def select(call: Call) -> Signature:
-    """One row is taken out: that dimension is needed whole."""
+    """One row is taken out: by the chunk that holds it, or, where it is one row of many that are, of all."""
     letters = _own_letters(len(call.shapes[0]))
     dim = call.arguments()["dim"] % len(letters)
-    return Signature((letters,), (letters[:dim] + letters[dim + 1 :],), whole=frozenset({dim}))
+    result = letters[:dim] + letters[dim + 1 :]
+    index, length = call.arguments()["index"], call.shapes[0][dim]
+    return Signature((letters,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
 
 
 @rule(aten.select_backward.default)
 def select_backward(call: Call) -> Signature:
-    arguments = call.arguments()
+    """The gradient of a row, among zeros."""
     result = _own_letters(len(call.shape))
-    dim = arguments["dim"] % len(result)
-    return Signature((result[:dim] + result[dim + 1 :],), (result,), whole=frozenset({dim}))
+    dim = call.arguments()["dim"] % len(result)
+    operand = result[:dim] + result[dim + 1 :]
+    index, length = call.arguments()["index"], call.shape[dim]
+    return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
+
+
+def _from_start(index: Any, length: Size) -> Any:
+    """An index that counts from the end where it is negative, as one from the start."""
+    return simplified(length + index) if isinstance(index, int) and index < 0 else index
+
+
+def _single(call: Call, dim: int, row: Any) -> dict[int, Size]:
+    """The number of the row that is taken; nothing where others are taken in the same way: a recurrence, row by row."""
+    node = call.node
+    alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
+    return {} if isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW else {dim: row}
+
+
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes take rows of the same value, or put them into values of the same shape."""
+    if one.target in (aten.select.int, aten.slice.Tensor):
+        return one.args[:2] == other.args[:2]
+    return one.args[1:3] == other.args[1:3]
 
 
 def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature:
@@ -151,8 +176,11 @@ def slice_(call: Call) -> Signature:
     if kept == length:
         return Signature((operand,), (operand,))
     start, _, step = slice_bounds(call, length)
+    if kept == 1:
+        result = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, start))
     signature = _whole_along(call, dim, rank)
-    if step != 1 or kept == 1:
+    if step != 1:
         return signature
     return Signature(signature.operands, signature.results, shifts={rank: (dim, start)})
 
@@ -167,8 +195,11 @@ def slice_backward(call: Call) -> Signature:
     if kept == length:
         return Signature((operand,), (operand,))
     start, _, step = slice_bounds(call, length)
+    if kept == 1:
+        row = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((row,), (operand,), whole=frozenset({dim}), single=_single(call, dim, start))
     signature = _whole_along(call, dim, rank)
-    if step != 1 or kept == 1:
+    if step != 1:
         return signature
     return Signature(signature.operands, signature.results, shifts={rank: (dim, -start)})
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from streamfx.ir.axes import Dim
+from streamfx.ir.sizes import Size
 
 Letter: TypeAlias = int
 LetterDim: TypeAlias = "tuple[Letter, ...]"
@@ -28,6 +29,7 @@ class Signature:
     letter has a `reach`, row i goes with all rows from i + start to i + start + reach (a convolution's window). Between two
     operands of a sum the same holds for a letter that both lose.
     `scans` maps a letter to whether its rows are scanned from the last to the first, each taking in all rows before it.
+    `single` maps a letter to the number of the one row that is taken from it, or put into it among zeros.
     `keys` marks the letters that run over keys where an attention operator knows it.
     `combine` says how the parts of a contracted letter are put together.
     """
@@ -40,6 +42,7 @@ class Signature:
     shifts: Mapping[Letter, tuple[Letter, int]] = field(default_factory=dict)
     reach: Mapping[Letter, int] = field(default_factory=dict)
     scans: Mapping[Letter, bool] = field(default_factory=dict)
+    single: Mapping[Letter, Size] = field(default_factory=dict)
     combine: str = "sum"
 
     def letters(self) -> set[Letter]:
