@@ -11,6 +11,7 @@ sorted to the front, but not be counted) from what the numbers are: positions of
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,20 @@ POSITIONS: dict[Any, int] = {  # operators with results that are positions, by t
     aten.sort.stable: 1,
     aten.max.dim: 1,
     aten.min.dim: 1,
+}
+POSITION_ALONE = (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable, aten.arange.default)
+CHOSEN: dict[Any, Callable[[fx.Node], tuple[Any, ...]]] = {  # the arguments that a result's numbers are taken from
+    aten.slice.Tensor: lambda node: node.args[:1],
+    aten.select.int: lambda node: node.args[:1],
+    aten.gather.default: lambda node: node.args[:1],
+    aten.expand.default: lambda node: node.args[:1],
+    aten.masked_fill.Scalar: lambda node: (node.args[0], node.args[2]),
+    aten.masked_fill.Tensor: lambda node: (node.args[0], node.args[2]),
+    aten.where.self: lambda node: node.args[1:3],
+    aten.cat.default: lambda node: tuple(node.args[0]),  # type: ignore[arg-type]
+    aten.stack.default: lambda node: tuple(node.args[0]),  # type: ignore[arg-type]
+    aten.add.Tensor: lambda node: (*node.args[:2], node.kwargs.get("alpha", 1)),
+    aten.mul.Tensor: lambda node: node.args[:2],
 }
 
 
@@ -149,20 +164,22 @@ def _same_numbers(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_not_negative(node: fx.Node) -> bool:
-    """Whether all numbers of a value are provably 0 or more: positions, and what is taken from them."""
+def is_not_negative(node: Any) -> bool:
+    """Whether all numbers of a value are provably 0 or more: positions, constants, and what is chosen among them or added up."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float)) and node >= 0
     node = _same_numbers(node)
+    if node.op != "call_function":
+        return False
     if node.target is operator.getitem:
-        source = node_argument(node)
-        return POSITIONS.get(source.target) == node.args[1]
-    if node.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable):
-        return True
-    if node.target in (aten.slice.Tensor, aten.select.int, aten.gather.default, aten.expand.default):
-        return is_not_negative(node_argument(node))
+        return POSITIONS.get(node_argument(node).target) == node.args[1]
+    fill = fill_of(node)
+    if node.target in POSITION_ALONE or fill is not None:
+        return fill is None or fill >= 0
     if node.target is aten.clamp.default:
-        low = bound_arguments(node)["min"]
-        return isinstance(low, (int, float)) and low >= 0
-    return False
+        return is_not_negative(bound_arguments(node)["min"]) or is_not_negative(node.args[0])
+    chosen = CHOSEN.get(node.target)
+    return chosen is not None and all(is_not_negative(item) for item in chosen(node))
 
 
 COUNTERS: dict[Any, Any] = {

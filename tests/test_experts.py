@@ -109,11 +109,26 @@ class Padded(SortedExperts):
 
     def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
         shares, chosen = super().groups(x)
-        return shares, torch.where(shares < 0.35, len(self.up), chosen).clamp(min=0)
+        return shares, torch.where(shares < 0.35, len(self.up), chosen)
 
     def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
         y = super().between(rows, order, ends, ids.clamp(max=len(self.up) - 1))
         return y.masked_fill((ids[order] >= len(self.up)).unsqueeze(1), 0.0)
+
+
+class Chosen(SortedExperts):
+    """Groups put together from several positions, some of them put to the first expert."""
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.router(x).softmax(-1)
+        best, first = shares.max(-1)
+        other = shares.masked_fill(shares >= best.unsqueeze(-1), 0.0).argmax(-1, keepdim=True)
+        chosen = torch.cat((first.unsqueeze(-1), other), -1)
+        return shares.gather(-1, chosen), chosen.masked_fill(chosen == 3, 0)
+
+
+def test_groups_from_several_places() -> None:
+    checked(lambda: Chosen(Spelling()), streams=True)
 
 
 def test_rows_of_no_expert() -> None:

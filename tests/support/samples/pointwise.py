@@ -49,3 +49,6 @@ sample(aten.view_as_complex.default)(lambda s: (s.draw(s.b, s.t, 2),))
 sample(aten.floor_divide.default)(lambda s: (s.draw(s.b, s.t), s.positive(s.t)))
 sample(aten.floor_divide.Scalar)(lambda s: (s.draw(s.b, s.t), 0.3))
 sample(aten.scalar_tensor.default)(lambda s: (2.0,))
+sample(aten.exponential.default, aten.uniform.default, aten.normal_functional.default, random=True)(
+    lambda s: (s.draw(s.b, s.t, s.d),)
+)
