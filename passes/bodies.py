@@ -35,8 +35,9 @@ from streamfx.ir.program import (
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.passes.adders import ADDERS
 from streamfx.passes.body_inputs import BodyInputs
+from streamfx.passes.handover import producer_of
 from streamfx.passes.linear import is_random
-from streamfx.passes.regions import LoopContent, is_loop_value, producer_of
+from streamfx.passes.regions import LoopContent, is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
 from streamfx.runtime.rng import replay

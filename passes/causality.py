@@ -23,9 +23,9 @@ from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, For
 from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
 from streamfx.ir.pieces import Const, Fact, Ordinary, Pieces
 from streamfx.ir.signature import Signature
+from streamfx.passes.handover import producer_of
 from streamfx.passes.intervals import is_minus_infinity
 from streamfx.passes.masks import Masks
-from streamfx.passes.regions import producer_of
 
 aten = torch.ops.aten
 

@@ -7,21 +7,21 @@ A stage may need several loops, one after the other. A value belongs to the firs
   are complete in a loop from right to left once the chunk that holds them is reached;
 * anything else (all keys, all rows, a finished sum) has to wait for the next loop.
 
-Cheap values are computed again in each loop that needs them; products are stored.
+What a later loop needs of an earlier one is stored, or computed again: `handover.py`.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
-from streamfx.ir.joint import is_size, is_tensor, node_argument
+from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
+from streamfx.passes.handover import Handover, operand_needs, producer_of
 from streamfx.passes.linear import is_expensive
 
 
@@ -48,16 +48,6 @@ def is_loop_value(node: fx.Node, layout: Layout) -> bool:
     return layout.demand.form(node) not in (Form.SCALAR, Form.WHOLE)
 
 
-def producer_of(node: fx.Node) -> fx.Node:
-    """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
-    return node_argument(node) if node.target is operator.getitem else node
-
-
-def operand_needs(node: fx.Node, layout: Layout) -> list[Need]:
-    """What a value made in a loop needs; a `getitem` needs nothing but its operator."""
-    return list(layout.needs(producer_of(node)))
-
-
 def place(
     outputs: Iterable[fx.Node],
     available: Callable[[fx.Node], bool],
@@ -68,18 +58,16 @@ def place(
     """Distribute all that `outputs` need, down to `available` values, over loops."""
     nodes = _closure(outputs, available, order)
     level = _levels(nodes, available, layout, reverse)
-    loops: dict[int, LoopContent] = defaultdict(LoopContent)
-    placer = _Placer(layout, available, level, loops)
-    for node in outputs:
-        placer.want_outside(node)
+    wanted = list(outputs)
     for node in nodes:
         if is_tensor(node) and not is_loop_value(node, layout):
-            for operand in _tensor_inputs(node):
-                placer.want_outside(operand)
+            wanted += _tensor_inputs(node)
     count = 1 + max((level[node] for node in nodes if is_tensor(node) and is_loop_value(node, layout)), default=-1)
-    for number in range(count - 1, -1, -1):
-        placer.fill(number)
-    return Region(tuple(nodes), level, tuple(loops[i] for i in range(count)), reverse)
+    freely = _Placer(layout, available, level, wanted)
+    freely.fill_all(count)
+    placer = _Placer(layout, available, level, wanted, freely.computed)
+    placer.fill_all(count)
+    return Region(tuple(nodes), level, tuple(placer.loops[i] for i in range(count)), reverse)
 
 
 def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]) -> list[fx.Node]:
@@ -149,19 +137,36 @@ def _is_seen(span: Span, reverse: bool) -> bool:
 
 
 class _Placer:
+    """Fills loops from the last to the first.
+
+    `before` has what each would compute if all of them computed all they need: a product in several of these is made once.
+    """
+
     def __init__(
         self,
         layout: Layout,
         available: Callable[[fx.Node], bool],
         level: dict[fx.Node, int],
-        loops: dict[int, LoopContent],
+        wanted: Iterable[fx.Node],
+        before: Mapping[int, set[fx.Node]] | None = None,
     ) -> None:
-        self.layout, self.available, self.level, self.loops = layout, available, level, loops
-        self.computed_later: set[fx.Node] = set()
+        self.layout, self.available, self.level, self.before = layout, available, level, before or {}
+        self.loops: dict[int, LoopContent] = defaultdict(LoopContent)
+        self.computed: dict[int, set[fx.Node]] = {}
+        for node in wanted:
+            self.want_outside(node)
+
+    def fill_all(self, count: int) -> None:
+        for number in range(count - 1, -1, -1):
+            self.fill(number)
+
+    def is_there(self, node: fx.Node) -> bool:
+        """Whether no loop of the region makes a value."""
+        return self.available(node) or not is_tensor(node) or not is_loop_value(node, self.layout)
 
     def want_outside(self, node: fx.Node) -> None:
         """The whole value is needed between loops, or after them."""
-        if self.available(node) or not is_tensor(node) or not is_loop_value(node, self.layout):
+        if self.is_there(node):
             return
         content = self.loops[self.level[node]]
         match self.layout.demand.form(node):
@@ -175,32 +180,22 @@ class _Placer:
     def fill(self, number: int) -> None:
         """Find what loop `number` computes, and pass what it needs from earlier loops on to them."""
         content = self.loops[number]
-        todo = list(content.stacked | content.summed | content.key_sums)
-        seen: set[fx.Node] = set()
+        outputs = content.stacked | content.summed | content.key_sums
+        made = {node for earlier in range(number) for node in self.before.get(earlier, ()) if is_expensive(node)}
+        handover = Handover(number, self.level, self.is_there, self.layout, made)
+        stored = {node for loop in self.loops.values() for node in loop.stacked | loop.key_sums}
+        taken = handover.cut(outputs, stored)
+        todo, seen = list(outputs), set[fx.Node]()
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if node in self.computed_later and is_expensive(node):
-                content.stacked.add(node)  # a later loop takes the rows stored here
             for need in operand_needs(node, self.layout):
-                operand = need.operand
-                if self.available(operand) or not is_loop_value(operand, self.layout):
+                if self.is_there(need.operand):
                     continue
-                if self.computes_here(need, number):
-                    todo.append(operand)
+                if need.operand in taken or handover.must_be_stored(need):
+                    self.want_outside(need.operand)
                 else:
-                    self.want_outside(operand)
-        self.computed_later |= {node for node in seen if self.layout.demand.form(node) is Form.ROWS}
-
-    def computes_here(self, need: Need, number: int) -> bool:
-        """Whether loop `number` makes the operand itself; else it takes what an earlier loop has stored."""
-        form = self.layout.demand.form(need.operand)
-        if Role.WHOLE in need.roles or form is Form.SUM:
-            return False
-        if form is Form.PAIR:
-            return True
-        if form is Form.KEYSUM or need.selector is not None:
-            return self.level[need.operand] == number
-        return True
+                    todo.append(need.operand)
+        self.computed[number] = seen

@@ -22,9 +22,10 @@ from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
+from streamfx.passes.handover import producer_of
 from streamfx.passes.linear import is_expensive, is_random
 from streamfx.passes.outer import OuterBuilder
-from streamfx.passes.regions import Region, is_loop_value, place, producer_of
+from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
 from streamfx.runtime.rng import draw_seed
 

@@ -1,0 +1,120 @@
+"""Promise two, model by model: live bytes fall with the chunk size, and no step makes a tensor of rows times rows, rows times
+vocabulary or rows times the inner width of an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+pytest.importorskip("transformers")
+
+from streamfx import explain
+from streamfx.backend import streambp
+from tests.zoo.configs import INNER, VOCABULARY
+from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64
+from tests.zoo.runs import known
+
+ROWS = 61  # prime, so that a dimension of a multiple of it ranges over the rows
+SPREAD = ("bloom", "diffllama", "falcon", "gemma2", "gpt_oss", "granite_swa", "lfm2", "mixtral", "mpt", "opt")
+
+
+def streams_all(row: dict[str, Any]) -> bool:
+    return row.get("share") == 1 and not row.get("reasons") and row.get("graphs") == 1 and row["model_type"] not in WITHOUT_LABELS
+
+
+ALL = [name for name, row in known().items() if streams_all(row)]
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    grouped_products_in_float64()
+    model = built(name)
+    ids = torch.randint(3, VOCABULARY - 8, (BATCH, ROWS), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of everything that is made; views of it that only repeat elements are not made."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made |= {tuple(item.shape) for item in tree_iter(out) if is_made(item)}
+        return out
+
+
+def is_made(item: Any) -> bool:
+    """Whether a tensor has memory of its own for each element: no repeated view, no stand-in for an output not yet computed."""
+    return isinstance(item, Tensor) and 0 not in item.stride() and item.device.type != "meta"
+
+
+def too_large(shapes: set[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    for shape in shapes:
+        over_rows = [size for size in shape if size % ROWS == 0]
+        if len(over_rows) > 1 or (over_rows and (VOCABULARY in shape or INNER in shape)):
+            yield shape
+
+
+def check_shapes(name: str) -> None:
+    model, given = case(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=streambp, options={"chunk_size": 5, "loss_chunk_size": 5})
+    compiled(**given).loss.backward()
+    with Shapes() as shapes:
+        compiled(**given).loss.backward()
+    assert shapes.made, "nothing was seen"
+    assert not sorted(too_large(shapes.made)), "made in one piece"
+
+
+def check_falling(name: str) -> None:
+    model, given = case(name)
+    peaks = []
+    for chunk in (ROWS, 31, 16, 8, 4):
+        summary = explain(model, **given, options={"chunk_size": chunk, "loss_chunk_size": chunk}).summary()
+        peaks.append(summary["peak_bytes"])
+    assert all(small <= large for large, small in pairwise(peaks)), peaks
+    assert peaks[-1] < 0.8 * peaks[0], peaks
+
+
+def test_a_whole_step_is_seen() -> None:
+    """The check can fail: one chunk of all rows is everything that is not to be."""
+    model, given = case("opt")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=streambp, options={"chunk_size": ROWS, "loss_chunk_size": ROWS})
+    with Shapes() as shapes:
+        compiled(**given).loss.backward()
+    found = {size for shape in too_large(shapes.made) for size in shape}
+    assert {VOCABULARY, INNER} <= found
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_nothing_is_made_in_one_piece(name: str) -> None:
+    check_shapes(name)
+
+
+@pytest.mark.parametrize("name", SPREAD[:4])
+def test_live_bytes_fall_with_the_chunk_size(name: str) -> None:
+    check_falling(name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALL)
+def test_every_model_type(name: str) -> None:
+    check_shapes(name)
+    check_falling(name)
