@@ -43,7 +43,7 @@ class _Cutter:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
         self.forward = [node for node in joint.nodes if node in joint.forward]
-        self.backward = [node for node in joint.nodes if node not in joint.forward]
+        self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
@@ -192,3 +192,19 @@ class _Cutter:
             for node in nodes
             if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
         ]
+
+
+def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
+    """The backward half with whatever no tangent drives just before its first use.
+
+    Such a value is made of the forward half's, of an early layer's perhaps, but may stand in front of all gradients.
+    """
+    driven = set(tangents)
+    for node in nodes:
+        if any(source in driven for source in node.all_input_nodes):
+            driven.add(node)
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        if node not in driven:
+            place[node] = min((place[user] for user in node.users if user in place), default=place[node])
+    return sorted(nodes, key=lambda node: (place[node], node in driven))
