@@ -23,6 +23,7 @@ from streamfx.ir.needs import Layout, Need
 from streamfx.ir.sizes import numeric, product
 
 BEFORE, HERE = "before", "here"
+FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are stored where nothing else is possible
 
 
 def producer_of(node: fx.Node) -> fx.Node:
@@ -98,12 +99,12 @@ class Handover:
     def _out(self, node: fx.Node) -> Any:
         return HERE if self.level[node] == self.number else (node, "out")
 
-    def _bytes(self, node: fx.Node, stored: set[fx.Node]) -> float:
-        if self.layout.demand.form(node) is Form.PAIR:
-            return math.inf
-        if node in stored or self.layout.demand.form(node) is Form.SUM:
+    def _bytes(self, node: fx.Node, stored: set[fx.Node]) -> int:
+        form = self.layout.demand.form(node)
+        if node in stored or form is Form.SUM:
             return 0
-        return numeric(product(shape_of_node(node))) * node.meta["val"].element_size()
+        size = numeric(product(shape_of_node(node))) * node.meta["val"].element_size()
+        return size * FOR_PAIRS if form is Form.PAIR else size
 
     def _cuttable(self, network: Any) -> list[fx.Node]:
         return [node[0] for node in network if isinstance(node, tuple) and node[1] == "in"]

@@ -164,6 +164,9 @@ class _Placer:
         """Whether no loop of the region makes a value."""
         return self.available(node) or not is_tensor(node) or not is_loop_value(node, self.layout)
 
+    def _is_stored_product(self, node: fx.Node) -> bool:
+        return is_expensive(node) and self.layout.demand.form(node) is Form.ROWS
+
     def want_outside(self, node: fx.Node) -> None:
         """The whole value is needed between loops, or after them."""
         if self.is_there(node):
@@ -181,7 +184,7 @@ class _Placer:
         """Find what loop `number` computes, and pass what it needs from earlier loops on to them."""
         content = self.loops[number]
         outputs = content.stacked | content.summed | content.key_sums
-        made = {node for earlier in range(number) for node in self.before.get(earlier, ()) if is_expensive(node)}
+        made = {node for earlier in range(number) for node in self.before.get(earlier, ()) if self._is_stored_product(node)}
         handover = Handover(number, self.level, self.is_there, self.layout, made)
         stored = {node for loop in self.loops.values() for node in loop.stacked | loop.key_sums}
         taken = handover.cut(outputs, stored)
