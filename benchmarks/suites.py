@@ -101,6 +101,27 @@ def compilation(quick: bool, tell: Tell) -> Rows:
     return _medians(rows)
 
 
+def analysis(quick: bool, tell: Tell) -> Rows:
+    """The passes against AOTAutograd's own tracing of the same graph, by the number of layers; processor seconds."""
+    rows: Rows = []
+    for layers in (2, 8) if quick else (2, 4, 8, 16, 32, 64):
+        tell(f"{layers} layers")
+        sizes = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+        with Measured("streambp", 256, sizes | {"num_key_value_heads": 2}, chunk_size=64, loss_chunk_size=64) as way:
+            found = way.ask("analysis")
+        rows.append(
+            {
+                "layers": layers,
+                "operators": found["nodes"],
+                "tracing s": found["tracing"],
+                "passes s": found["passes"],
+                "of tracing": found["passes"] / found["tracing"],
+                "passes ms / operator": 1000 * found["passes"] / found["nodes"],
+            }
+        )
+    return rows
+
+
 def _medians(rows: Rows) -> Rows:
     labels = list(dict.fromkeys(row["way"] for row in rows))
     result: Rows = []
@@ -143,5 +164,6 @@ SUITES: dict[str, Callable[[bool, Tell], Rows]] = {
     "step": step,
     "growth": growth,
     "compilation": compilation,
+    "analysis": analysis,
     "operations": operations,
 }
