@@ -30,10 +30,11 @@ def compile_seconds(training: Training) -> dict[str, Any]:
 
 def analysis_seconds(training: Training) -> dict[str, Any]:
     """Processor seconds of the passes, and of AOTAutograd until it hands over its joint graph; the operators of that."""
-    import streamfx.backend as backend
+    from streamfx.backend import Compilation
+    from streamfx.passes import run_pipeline as passes
 
     found: dict[str, Any] = {}
-    compiled, passes = backend.Compilation.compile, backend.run_pipeline
+    compiled = Compilation.compile
 
     def compile_(self: Any, inputs: Any) -> Any:
         found["began"] = time.process_time()
@@ -47,7 +48,7 @@ def analysis_seconds(training: Training) -> dict[str, Any]:
         finally:
             found["passes"] = time.process_time() - start
 
-    with mock.patch.object(backend.Compilation, "compile", compile_), mock.patch.object(backend, "run_pipeline", run_pipeline):
+    with mock.patch.object(Compilation, "compile", compile_), mock.patch("streamfx.backend.run_pipeline", run_pipeline):
         training.prepare()
         training.step()
     return {name: found[name] for name in ("tracing", "passes", "nodes")}

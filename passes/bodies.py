@@ -40,6 +40,7 @@ from streamfx.passes.linear import is_random
 from streamfx.passes.regions import LoopContent, is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rng import replay
 from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
 
@@ -66,7 +67,6 @@ SHAPE_ARGUMENT: dict[Any, int] = {
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,
 }
-COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 def emits(*operators: Any) -> Callable[[Emitter], Emitter]:

@@ -17,6 +17,7 @@ from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
 from streamfx.passes.regions import Region, is_loop_value
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
@@ -80,8 +81,7 @@ class OuterBuilder:
         if node.target in READS_STRIDES and node_argument(node).op != "placeholder":
             raise NotImplementedError(f"{node.name} ({node.target}) reads the memory layout of a computed value")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
-        target: Any = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
-        made = self.graph.call_function(target, args, dict(kwargs))
+        made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
         made.meta = dict(node.meta)
         self.env[node] = made
         for user in node.users:

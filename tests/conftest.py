@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +47,19 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     RULES.clear()
     RULES.update(rules)
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> Any:
+    """A decoder whose logits are deferred, and its eager twin; compiled once for all tests of a file."""
+    from tests.support.deferred import Compiled
+    from tests.support.heads import decoder
+
+    return Compiled(decoder(), "grad")
+
+
+@pytest.fixture
+def compiled(compiled_once: Any) -> Iterator[Any]:
+    """The same, without gradients."""
+    yield compiled_once
+    compiled_once.model.zero_grad()

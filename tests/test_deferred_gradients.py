@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +12,6 @@ from torch.nn import functional as F
 
 from tests.support.deferred import IDS, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
 from tests.support.heads import decoder, some_ids
-
-
-@pytest.fixture(scope="module")
-def compiled_once() -> Compiled:
-    return Compiled(decoder(), "grad")
-
-
-@pytest.fixture
-def compiled(compiled_once: Compiled) -> Iterator[Compiled]:
-    yield compiled_once
-    compiled_once.model.zero_grad()
 
 
 class Exponential(torch.autograd.Function):

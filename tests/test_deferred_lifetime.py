@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +18,6 @@ from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.rebuild import Source
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients, own_loss
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, capped_head, decoder, plain_head, some_ids
-
-
-@pytest.fixture(scope="module")
-def compiled_once() -> Compiled:
-    return Compiled(decoder(), "grad")
-
-
-@pytest.fixture
-def compiled(compiled_once: Compiled) -> Iterator[Compiled]:
-    yield compiled_once
-    compiled_once.model.zero_grad()
 
 
 def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from streamfx.errors import StaleGraph
 
 aten = torch.ops.aten
-COPIES_WHERE_NEEDED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 class OuterInterpreter(fx.Interpreter):
