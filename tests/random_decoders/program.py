@@ -9,7 +9,7 @@ from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
 
-TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "bfloat16 autocast": 0.1}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16 autocast": 0.1}
 PROGRAM = """\
 import torch
 import torch.nn.functional as F
