@@ -5,7 +5,7 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from streamfx.report.meter import Meter
-from streamfx.report.sampling import SampledLoop
+from streamfx.report.sampling import LoopRun, SampledLoop
+from streamfx.report.terms import LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import size_hint
@@ -27,6 +28,7 @@ class LoopCost:
 
     flops: int
     rows: int
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Cost:
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
     held: bytes that the forward half leaves: results and saved values. masked_flops: those of fused attention without a causal
-    flag, of which a mask may hide some.
+    flag, of which a mask may hide some. moved: bytes that operators read and write. forward_terms, backward_terms: the bytes of
+    both peaks, by what they are for (see `terms.py`).
     """
 
     forward_peak: int
@@ -44,24 +47,38 @@ class Cost:
     flops: int
     masked_flops: int = 0
     loops: dict[str, LoopCost] = field(default_factory=dict)
+    moved: int = 0
+    forward_terms: dict[str, int] = field(default_factory=dict)
+    backward_terms: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
         return max(self.forward_peak, self.backward_peak)
 
     @property
+    def peak_terms(self) -> dict[str, int]:
+        """What the bytes of the peak are for."""
+        return self.forward_terms if self.forward_peak >= self.backward_peak else self.backward_terms
+
+    @property
     def streamed_flops(self) -> int:
         return sum(loop.flops for loop in self.loops.values())
 
 
-def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> Cost:
-    """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half."""
-    meter = Meter()
-    forward, backward = sampled(forward, meter), None if backward is None else sampled(backward, meter)
+def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, loss_loops: Iterable[str] = ()) -> Cost:
+    """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
+
+    `loss_loops` are the names of the loops whose chunks' work is the loss's.
+    """
+    meter, loss = Meter(), frozenset(loss_loops)
+    known: dict[Any, LoopRun] = {}
+    forward = sampled(forward, meter, terms_of(forward, False, loss), known)
+    backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         inputs = [made_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder")]
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
+            forward_terms = meter.peak_terms
             forward_peak, held = meter.restart_peak(), meter.live
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
@@ -73,6 +90,9 @@ def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_output
                 flops=meter.flops,
                 masked_flops=meter.masked_flops,
                 loops={**_loop_costs(forward), **_loop_costs(backward)},
+                moved=meter.moved,
+                forward_terms=_nonzero(forward_terms),
+                backward_terms=_nonzero(meter.peak_terms),
             )
         del outputs, gradients, inputs
     return cost
@@ -91,7 +111,8 @@ def eager_cost_of(call: Callable[[], Any]) -> Cost:
         roots = [value for value in roots if value.dim() == 0][:1] or roots
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        return Cost(forward_peak, meter.peak if roots else 0, held, meter.flops, meter.masked_flops)
+        backward_peak = meter.peak if roots else 0
+        return Cost(forward_peak, backward_peak, held, meter.flops, meter.masked_flops, moved=meter.moved)
 
 
 def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
@@ -120,12 +141,16 @@ def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
     return OuterRunner(backward)(arguments)
 
 
-def sampled(module: fx.GraphModule, meter: Meter) -> fx.GraphModule:
+def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
+
+
+def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
     """The same outer graph, with loops that run few of their chunks."""
     copied = fx.GraphModule(module, module.graph)
     for name, child in module.named_children():
         if isinstance(child, Loop):
-            copied.add_module(name, SampledLoop(child.spec, meter))
+            copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
     return copied
 
 
@@ -151,4 +176,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
-    return {name: LoopCost(loop.flops, loop.rows) for name, loop in loops.items()}
+    return {name: LoopCost(loop.flops, loop.rows, loop.moved) for name, loop in loops.items()}

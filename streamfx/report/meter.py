@@ -7,7 +7,10 @@ freed by the very same code.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,19 +22,32 @@ from torch.utils._pytree import tree_iter
 from streamfx.report.flops import arguments_by_name, flops_of, is_fused_attention
 
 
+@dataclass
+class Rise:
+    """How far the bytes alive rise above where they stood, and which terms are up at that moment."""
+
+    peak: int = 0
+    terms: dict[str, int] = field(default_factory=dict)
+
+
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
     `live` and `peak` are bytes of storages now and at most, `flops` those of products and attention, and
-    `masked_flops` those of fused attention without a causal flag, of which a mask may hide some.
+    `masked_flops` those of fused attention without a causal flag, of which a mask may hide some. `moved` are the bytes that
+    operators read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those
+    of the peak.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.masked_flops = 0
-        self._sizes: dict[int, int] = {}
+        self.live = self.peak = self.flops = self.masked_flops = self.moved = 0
+        self.term = "other"
+        self.live_terms: Counter[str] = Counter()
+        self.peak_terms: dict[str, int] = {}
+        self._sizes: dict[int, tuple[int, str]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -47,8 +63,32 @@ class Meter(TorchDispatchMode):
 
     def restart_peak(self) -> int:
         """The peak so far; from now on the peak is counted from what is alive."""
-        peak, self.peak = self.peak, self.live
+        peak, self.peak, self.peak_terms = self.peak, self.live, dict(self.live_terms)
         return peak
+
+    def reached(self, rise: Rise) -> None:
+        """Bytes above those alive now that have been alive for a while."""
+        if self.live + rise.peak > self.peak:
+            self.peak = self.live + rise.peak
+            self.peak_terms = {
+                name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}
+            }
+
+    @contextmanager
+    def rising(self) -> Iterator[Rise]:
+        """The rise of what runs inside; the peak goes on as if nobody had looked."""
+        rise, before, terms = Rise(), (self.peak, self.peak_terms), Counter(self.live_terms)
+        base = self.live
+        self.restart_peak()
+        yield rise
+        rise.peak = self.peak - base
+        rise.terms = {
+            name: difference
+            for name in {*self.peak_terms, *terms}
+            if (difference := self.peak_terms.get(name, 0) - terms[name])
+        }
+        if before[0] >= self.peak:
+            self.peak, self.peak_terms = before
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
@@ -58,6 +98,8 @@ class Meter(TorchDispatchMode):
             func, args = args[inner], args[inner + 1 :]
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
+        if not getattr(func, "is_view", False):
+            self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
         if is_fused_attention(func) and not arguments_by_name(func, args, kwargs).get("is_causal"):
             self.masked_flops += flops
 
@@ -68,13 +110,18 @@ class Meter(TorchDispatchMode):
         before = {key for key, _ in _storages(arguments)}
         for key, storage in made.items():
             if key not in before:
-                self._sizes[key] = storage.nbytes()
-                self.live += self._sizes[key]
+                size = storage.nbytes()
+                self._sizes[key] = size, self.term
+                self.live += size
+                self.live_terms[self.term] += size
                 weakref.finalize(storage, self._note_freed, key)
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak, self.peak_terms = self.live, dict(self.live_terms)
 
     def _note_freed(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        size, term = self._sizes.pop(key)
+        self.live -= size
+        self.live_terms[term] -= size
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -1,0 +1,75 @@
+"""What the bytes of a loop are for: the terms into which a peak is broken down."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from streamfx.ir.facts import Span
+from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
+from streamfx.runtime.loop import Loop
+
+PARAMETERS, INPUTS = "parameters", "inputs"
+GRADIENTS = "gradients"
+STAGE_INPUTS = "stage inputs"
+STREAM_GRADIENT = "gradient of the stream"
+KEYS = "keys and values"
+KEY_GRADIENTS = "gradients of keys and values"
+CHUNK, LOSS = "chunk work", "loss chunk work"
+STATES = "states"
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class LoopTerms:
+    """The terms of a loop's buffers, of its stacked results, and of all else that its chunks make."""
+
+    buffers: tuple[str, ...]
+    stacked: tuple[str, ...]
+    chunk: str
+
+
+def terms_of(module: fx.GraphModule, is_backward: bool, loss_loops: frozenset[str] = frozenset()) -> dict[str, LoopTerms]:
+    """The terms of each loop of an outer graph, by the loop's name."""
+    found: dict[str, LoopTerms] = {}
+    for call in module.graph.find_nodes(op="call_module"):
+        loop = module.get_submodule(call.target)
+        if isinstance(loop, Loop):
+            chunk = LOSS if call.target in loss_loops else CHUNK
+            found[call.target] = LoopTerms(_buffers(loop.spec), _stacked(loop.spec, call, module, is_backward), chunk)
+    return found
+
+
+def _buffers(spec: LoopSpec) -> tuple[str, ...]:
+    totals = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
+    kept = {item.buffer for item in spec.yields if isinstance(item, Kept)}
+    return tuple(
+        (GRADIENTS if i in kept and buffer.zeroed else STATES) if i in totals else KEY_GRADIENTS if buffer.zeroed else KEYS
+        for i, buffer in enumerate(spec.buffers)
+    )
+
+
+def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, is_backward: bool) -> tuple[str, ...]:
+    results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
+    positions = [i for i, item in enumerate(spec.yields) if isinstance(item, Stacked)]
+    return tuple(_stacked_term(results.get(i), module, is_backward) for i in positions)
+
+
+def _stacked_term(result: fx.Node | None, module: fx.GraphModule, is_backward: bool) -> str:
+    if result is not None and any(_reads_keys(user, result, module) for user in result.users):
+        return KEYS
+    gradient = is_backward or (result is not None and result.meta.get("is_gradient", False))
+    return STREAM_GRADIENT if gradient else STAGE_INPUTS
+
+
+def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a loop takes the rows that its chunk's queries see."""
+    if user.op != "call_module" or not isinstance(loop := module.get_submodule(user.target), Loop):  # type: ignore[arg-type]
+        return False
+    own = {i for i, argument in enumerate(user.args[len(loop.spec.symbols) :]) if argument is result}
+    return any(
+        source in own and isinstance(feed, Part) and any(isinstance(selector, Span) for _, selector in feed.where)
+        for feed, source in zip(loop.spec.feeds, loop.spec.sources, strict=True)
+    )
