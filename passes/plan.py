@@ -32,6 +32,7 @@ class Plan:
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
             kept=tuple(self.kept(stage, facts) for stage in stages),
             accumulate=torch.float32 if self.options.accumulate == "float32" else None,
+            dropped=self.dropped(facts),
         )
         return replace(facts, plan=plan)
 
@@ -57,6 +58,35 @@ class Plan:
             and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
             and any(user not in inside for user in node.users)
         )
+
+
+    def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+        """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
+        every = 1 if self.options.keep_every == "auto" else self.options.keep_every
+        stages: tuple[Stage, ...] = facts.stages.stages
+        if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
+            return ()
+        is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
+        return tuple(
+            () if is_last or boundary else tuple(node for node in stage.outputs if _is_passed_on(node, number, facts))
+            for number, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
+            for is_last in (number == len(stages) - 1,)
+        )
+
+
+def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
+    """Whether a stage's output is rows that only it and the next stage use."""
+    assert facts.demand is not None
+    stages: tuple[Stage, ...] = facts.stages.stages
+    own, following = stages[number], stages[number + 1]
+    near = {*own.forward, *own.backward, *following.forward, *following.backward}
+    return (
+        facts.demand.form(node) is Form.ROWS
+        and node not in facts.joint.outputs
+        and node not in facts.joint.gradients
+        and node not in own.gradients
+        and all(user in near for user in node.users)
+    )
 
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:

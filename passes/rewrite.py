@@ -2,7 +2,8 @@
 
 Two outer graphs, forward and backward, whose nodes are loops. The forward half runs stage by stage from left to right and
 keeps the values at the cuts; the backward half runs the stages in reverse, each from the last chunk to the first, and
-computes again inside of each chunk whatever it needs between the cuts.
+computes again inside of each chunk whatever it needs between the cuts. Where the plan keeps no value at a cut, the forward loops
+from the last value kept are run once more before.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class _Rewriter:
             wanted = [node for node in stage.gradients if is_tensor(node)]
             if stage.gradient_in_forward:
                 continue
+            if wanted:
+                self._run_again(stage, backward)
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, self.chunk_size(stage), self.device)
@@ -73,6 +76,17 @@ class _Rewriter:
         forward.graph.output((*results, *saved, *numbers))
         loops = (*forward.loops, *backward.loops)
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
+
+    def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
+        """Run the forward loops of the stages before this one whose outputs were dropped, from the last boundary on."""
+        dropped = self.facts.plan.dropped[: self.stages.index(stage)]
+        first = len(dropped)
+        while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
+            first -= 1
+        for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
+            region = place(wanted, backward.has, self.layout, self.order, reverse=False)
+            check_draws(region, earlier)
+            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier), self.device)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
         size: ChunkSize = self.facts.plan.chunk_sizes[self.stages.index(stage)]
@@ -140,7 +154,8 @@ class _BackwardBuilder(OuterBuilder):
         return node in self.env or self._is_saved(node)
 
     def _is_saved(self, node: fx.Node) -> bool:
-        return is_tensor(node) and self.forward.has(node) and not self._is_made_again(node)
+        is_dropped = self.plan.is_dropped(node)
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and not self._is_made_again(node)
 
     def value(self, node: fx.Node) -> fx.Node | None:
         if node not in self.env and self._is_saved(node):

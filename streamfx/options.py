@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from streamfx.budget import is_budget
 from streamfx.errors import OptionError
 
 ENVIRONMENT = "STREAMFX_OPTIONS"
@@ -23,6 +24,10 @@ class Options:
     loss_chunk_size: the same for the stage that holds the head and the loss.
     save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
         fused attention too, so that it is not run twice), "auto".
+    keep_every: how many stages share one kept input: with k, the inputs of all stages but each k-th are made again in the backward
+        half, by one more forward run of k - 1 stages; "auto" lets the plan choose.
+    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", or a share of the device's
+        memory (0.9); the plan makes the step as fast as it can be within it. None: chunks are small, memory is what it takes.
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
@@ -32,6 +37,8 @@ class Options:
     chunk_size: int | Literal["auto"] = "auto"
     loss_chunk_size: int | Literal["auto"] = "auto"
     save: Literal["inputs", "attention", "auto"] = "auto"
+    keep_every: int | Literal["auto"] = "auto"
+    memory_budget: int | float | str | None = None
     bodies: Literal["eager", "inductor", "auto"] = "auto"
     accumulate: Literal["float32", "same"] = "float32"
     outputs: Literal["lazy", "dense"] = "lazy"
@@ -48,7 +55,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "outputs": ("lazy", "dense"),
     "strict": (True, False),
 }
-COUNTS = ("chunk_size", "loss_chunk_size")
+COUNTS = {"chunk_size": "rows", "loss_chunk_size": "rows", "keep_every": "stages"}
 NAMES = tuple(field.name for field in fields(Options))
 
 _configured: dict[str, Any] = {}
@@ -84,7 +91,15 @@ def _check(name: Any, value: Any, origin: str) -> None:
             raise OptionError(
                 f"option {name!r} of {origin} cannot be {value!r}",
                 found=f"{value!r} ({type(value).__name__})",
-                do="give a whole number of rows, 1 or more, or 'auto'",
+                do=f"give a whole number of {COUNTS[name]}, 1 or more, or 'auto'",
+            )
+        return
+    if name == "memory_budget":
+        if not is_budget(value):
+            raise OptionError(
+                f"option {name!r} of {origin} cannot be {value!r}",
+                found=f"{value!r} ({type(value).__name__})",
+                do="give bytes (a whole number), a text like '24GiB', or a share of the device's memory between 0.0 and 1.0",
             )
         return
     allowed = ALLOWED[name]

@@ -40,14 +40,20 @@ ChunkSize: TypeAlias = "int | AutoChunk"
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`chunk_sizes` in rows of the sequence, and values `kept` beside the stage's outputs, both by stage.
+    """`chunk_sizes` in rows of the sequence, values `kept` beside the stage's outputs, and outputs that are not kept, by stage.
 
-    `accumulate` is the type in which sums of low-precision gradients are kept; None is the gradient's own.
+    `accumulate` is the type in which sums of low-precision gradients are kept; None is the gradient's own. What is `dropped` is
+    made again from the boundary before it, by the same forward loops, when the backward half gets there.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]
     kept: tuple[tuple[fx.Node, ...], ...]
     accumulate: torch.dtype | None = torch.float32
+    dropped: tuple[tuple[fx.Node, ...], ...] = ()
+
+    def is_dropped(self, node: fx.Node) -> bool:
+        """Whether a value at a cut is made again rather than kept."""
+        return any(node in nodes for nodes in self.dropped)
 
     def sum_type(self, dtype: torch.dtype) -> torch.dtype:
         """The type of a sum over chunks of values of type `dtype`."""

@@ -1,0 +1,43 @@
+"""Amounts of memory: what a budget may be called, and how many bytes it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.I)
+
+
+def is_budget(value: Any) -> bool:
+    """Whether a value says how much memory there is: bytes, a text like "24GiB", a share of the device's, or None."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return (match := AMOUNT.fullmatch(value)) is not None and match[2].upper() in UNITS
+    if isinstance(value, float):
+        return 0 < value <= 1
+    return value is None or (isinstance(value, int) and value > 0)
+
+
+def bytes_of(budget: int | float | str, device: torch.device) -> int:
+    """The bytes of a budget; a share is one of the memory that the device has.
+
+    >>> bytes_of("24GiB", torch.device("cpu")), bytes_of(1000, torch.device("cpu"))
+    (25769803776, 1000)
+    """
+    if isinstance(budget, str):
+        match = AMOUNT.fullmatch(budget)
+        assert match is not None
+        return int(float(match[1]) * UNITS[match[2].upper()])
+    return int(budget * memory_of(device)) if isinstance(budget, float) else budget
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
