@@ -13,6 +13,7 @@ from streamfx.passes.axes import Axes
 from streamfx.passes.canonicalize import Canonicalize
 from streamfx.passes.causality import Causality
 from streamfx.passes.demand import Demand
+from streamfx.passes.fit import Fit
 from streamfx.passes.loss_gradient import LossGradient
 from streamfx.passes.lower import Lower
 from streamfx.passes.plan import Plan
@@ -40,6 +41,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         LossGradient(),  # can the loss stage find its gradient along with the loss?
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
+        Fit(options),  # which plan is the fastest within the memory budget?
         Lower(options),  # who runs a loop's body?
     )
 

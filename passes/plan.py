@@ -59,7 +59,6 @@ class Plan:
             and any(user not in inside for user in node.users)
         )
 
-
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every

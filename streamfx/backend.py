@@ -12,7 +12,7 @@ from torch import fx
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, watched_inputs
 from streamfx.deferral import Deferral, defer_outputs
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.pieces import Pieces
 from streamfx.log import log
@@ -140,6 +140,8 @@ class Compilation:
         joint = facts.joint
         try:
             facts = run_pipeline(facts, self.options, after=show_product)
+        except OverBudget:
+            raise
         except Exception as error:
             if self.options.strict:
                 raise

@@ -56,3 +56,10 @@ class NotComparable(StreamFXError, RuntimeError):
 
     It draws random numbers, has no loss, or its tensors hold no data.
     """
+
+
+class OverBudget(StreamFXError, MemoryError):
+    """`memory_budget` is less than the smallest plan takes.
+
+    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks.
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -20,16 +21,19 @@ class AutoChunk:
     """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch.
+    whole batch. A `working_set` is what the work may take instead.
     """
 
     row_bytes: Size
     stream_bytes: Size
+    working_set: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
         """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
-        working_set = max(LEAST_WORKING_SET, length * stream_bytes)
-        most = max(LEAST_ROWS, working_set // max(row_bytes, 1))
+        working_set, least = self.working_set, MULTIPLE
+        if working_set is None:
+            working_set, least = max(LEAST_WORKING_SET, length * stream_bytes), LEAST_ROWS
+        most = max(least, working_set // max(row_bytes, 1))
         count = max(1, -(-length // most))
         rows = -(-length // count)
         return min(length, -(-rows // MULTIPLE) * MULTIPLE) or 1
@@ -53,7 +57,11 @@ class ChunkPlan:
 
     def is_dropped(self, node: fx.Node) -> bool:
         """Whether a value at a cut is made again rather than kept."""
-        return any(node in nodes for nodes in self.dropped)
+        return node in self._all_dropped
+
+    @cached_property
+    def _all_dropped(self) -> frozenset[fx.Node]:
+        return frozenset(node for nodes in self.dropped for node in nodes)
 
     def sum_type(self, dtype: torch.dtype) -> torch.dtype:
         """The type of a sum over chunks of values of type `dtype`."""

@@ -183,6 +183,17 @@ def _plan(facts: Facts) -> Lines:
     for number, stage in enumerate(facts.stages.stages):
         kept = _names(facts.plan.kept[number]) or "nothing"
         yield f"stage {number + 1} {stage.name}: {chunk_text(facts.plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
+        if facts.plan.dropped and facts.plan.dropped[number]:
+            yield f"  made again from the last boundary: {_names(facts.plan.dropped[number])}"
+
+
+def _fit(facts: Facts) -> Lines:
+    if "tried" not in facts.notes:
+        yield "no memory budget"
+        return
+    yield f"at most {facts.notes['budget']} bytes"
+    for item in facts.notes["tried"]:
+        yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
 
 
 def _program(facts: Facts) -> Lines:
@@ -221,5 +232,6 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss gradient": _stages,
     "plan": _plan,
     "rewrite": _program,
+    "fit": _fit,
     "lower": _bodies,
 }

@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, Span
-from streamfx.ir.joint import bound_arguments, is_tensor
-from streamfx.ir.sizes import Size, shape_of
+from streamfx.ir.facts import Span
+from streamfx.ir.joint import bound_arguments
 from streamfx.log import log
 from streamfx.report.flops import attention_flops, is_fused_attention
+from streamfx.report.lengths import sequence_length
 from streamfx.report.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
 from streamfx.report.tracing import TracedCall, TracedGraph, traced
-from streamfx.torch_private import size_hint
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
@@ -118,26 +117,6 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
     except Exception as error:
         log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
         return cost_of(graph.forward, graph.backward, graph.num_outputs)
-
-
-def sequence_length(facts: Facts) -> int | None:
-    """Rows of the sequence in this call."""
-    if facts.axes is None or facts.axes.sequence is None:
-        return None
-    length = facts.axes.sequence.length
-    return length if isinstance(length, int) else _hint(length, facts)
-
-
-def _hint(size: Size, facts: Facts) -> int | None:
-    """What a symbolic size stood for, found in the shape of some input that has it."""
-    for node in facts.joint.sources:
-        if not is_tensor(node):
-            continue
-        value = node.meta["val"]
-        for dimension, known in zip(value.shape, shape_of(value), strict=True):
-            if known == size:
-                return size_hint(dimension)
-    return None
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:

@@ -70,9 +70,7 @@ class Meter(TorchDispatchMode):
         """Bytes above those alive now that have been alive for a while."""
         if self.live + rise.peak > self.peak:
             self.peak = self.live + rise.peak
-            self.peak_terms = {
-                name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}
-            }
+            self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
 
     @contextmanager
     def rising(self) -> Iterator[Rise]:
@@ -83,9 +81,7 @@ class Meter(TorchDispatchMode):
         yield rise
         rise.peak = self.peak - base
         rise.terms = {
-            name: difference
-            for name in {*self.peak_terms, *terms}
-            if (difference := self.peak_terms.get(name, 0) - terms[name])
+            name: difference for name in {*self.peak_terms, *terms} if (difference := self.peak_terms.get(name, 0) - terms[name])
         }
         if before[0] >= self.peak:
             self.peak, self.peak_terms = before

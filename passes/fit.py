@@ -1,0 +1,242 @@
+"""Which plan is the fastest that stays within the memory budget?
+
+What costs no time comes first: large chunks, results of attention kept. Then what costs a little: attention run twice, stages
+between boundaries run again. Each candidate is rewritten and its schedule is simulated, so what is chosen is what will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.budget import bytes_of
+from streamfx.errors import OverBudget
+from streamfx.ir.facts import Facts
+from streamfx.ir.plan import LEAST_ROWS, AutoChunk
+from streamfx.ir.program import Program
+from streamfx.ir.sizes import numeric
+from streamfx.log import log
+from streamfx.options import Options
+from streamfx.passes.plan import Plan
+from streamfx.passes.rewrite import Rewrite
+from streamfx.report.lengths import sequence_length
+from streamfx.report.memory import Cost, bytes_like, cost_of
+from streamfx.report.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS
+from streamfx.report.text import in_bytes
+from streamfx.torch_private import size_hint
+
+EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
+KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MOST_STEPS = 6
+MARGIN = 0.98  # how much of what is left a larger chunk aims at
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Choices that a program is written for; the size of chunks is found afterwards."""
+
+    save: str
+    keep_every: int
+
+    def __str__(self) -> str:
+        kept = "results of attention kept" if self.save == "attention" else "only stage inputs kept"
+        return kept if self.keep_every == 1 else f"{kept}, of every {self.keep_every}th stage"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was simulated: with chunks of `working_set` bytes of work (None: as asked for) its peak is this."""
+
+    candidate: Candidate
+    working_set: int | None
+    peak: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
+
+
+@dataclass(frozen=True)
+class Fit:
+    name: ClassVar[str] = "fit"
+    options: Options
+
+    def apply(self, facts: Facts) -> Facts:
+        budget = self.options.memory_budget
+        if budget is None or facts.program is None:
+            return facts
+        return _Search(facts, self.options, bytes_of(budget, device_of(facts))).best()
+
+
+def device_of(facts: Facts) -> torch.device:
+    """The device that a graph runs on."""
+    loops = facts.program.loops
+    return loops[0].spec.device if loops else torch.device("cpu")
+
+
+def held_bytes(forward: fx.GraphModule) -> int:
+    """Bytes of parameters and inputs."""
+    return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
+
+
+@dataclass
+class _Search:
+    facts: Facts
+    options: Options
+    budget: int
+    tried: list[Tried] = field(default_factory=list)
+
+    def best(self) -> Facts:
+        """The facts of the first candidate that fits with chunks of a good size; else of the one with the largest chunks."""
+        fallback: tuple[int, Facts] | None = None
+        smallest: tuple[int, Cost] | None = None
+        for candidate in self.candidates():
+            facts = self.rewritten(candidate)
+            least, good = self.working_sets(facts.program)
+            cost = self.simulate(candidate, facts.program, good)
+            if cost.peak <= self.left:
+                return self.chosen(facts, candidate, self.enlarged(candidate, facts.program, good, cost))
+            if good != least:
+                cost = self.simulate(candidate, facts.program, least)
+                if cost.peak <= self.left:
+                    size = self.between(candidate, facts.program, least or 0, good or 0)
+                    fallback = max((x for x in (fallback, (size, facts)) if x), key=lambda item: item[0])
+            smallest = min((x for x in (smallest, (cost.peak, cost)) if x), key=lambda item: item[0])
+        if fallback is None:
+            assert smallest is not None
+            raise over_budget(self.budget, self.held, smallest[1])
+        size, facts = fallback
+        return self.chosen(facts, None, size)
+
+    # -- candidates
+
+    def candidates(self) -> Iterator[Candidate]:
+        """What the options leave open, the fastest first; those that cannot fit by far are left out."""
+        saves = ["attention", "inputs"] if self.options.save == "auto" else [self.options.save]
+        count = len(self.facts.stages.stages)
+        every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
+        several = [Candidate(saves[-1], k) for k in every[1:]]
+        yield from (Candidate(save, every[0]) for save in saves)
+        peaks = [self.estimate(candidate, count) for candidate in several]
+        for candidate, peak in zip(several, peaks, strict=True):
+            if peak <= self.left * 1.03 or peak == min(peaks):
+                yield candidate
+
+    def estimate(self, candidate: Candidate, count: int) -> int:
+        """About what the peak would be with fewer boundaries, from that with all of them."""
+        stage_inputs, peak, k = self._stage_inputs, self._peak, candidate.keep_every
+        return int(peak - stage_inputs * (1 - min(1, 1 / k + (k - 1) / max(count, 1))))
+
+    def rewritten(self, candidate: Candidate) -> Facts:
+        options = replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
+        return Rewrite().apply(Plan(options).apply(self.facts))
+
+    # -- sizes of chunks
+
+    @property
+    def held(self) -> int:
+        return held_bytes(self.facts.program.forward)
+
+    @property
+    def left(self) -> int:
+        """What parameters and inputs leave of the budget."""
+        return self.budget - self.held
+
+    def working_sets(self, program: Program) -> tuple[int | None, int | None]:
+        """Bytes of a chunk's work at which chunks are as small as makes sense, and of a good size; None where sizes are given."""
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        if not automatic:
+            return None, None
+        row = max(numeric(chunk.row_bytes) for chunk in automatic)
+        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // self.tokens()))
+        return row * min(self.length, LEAST_ROWS // 4), row * rows
+
+    def tokens(self) -> int:
+        """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
+        axes = self.facts.axes
+        assert axes is not None
+        outputs = [node for stage in self.facts.stages.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+        sizes = [node.meta["val"].shape for node in outputs]
+        return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
+
+    @property
+    def length(self) -> int:
+        return sequence_length(self.facts) or 1
+
+    def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
+        """The largest chunks that fit, starting from some that do."""
+        if size is None:
+            return None
+        most = max(
+            numeric(loop.spec.chunk_size.row_bytes) for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)
+        )
+        most *= self.length
+        low, high = size, most
+        for _ in range(MOST_STEPS):
+            work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
+            aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
+            tried = min(high, aim) if aim < high or high == most else (low + high) // 2
+            if tried < low * 1.05:
+                break
+            found = self.simulate(candidate, program, tried)
+            if found.peak <= self.left:
+                low, cost = tried, found
+            else:
+                high = tried
+        return low
+
+    def between(self, candidate: Candidate, program: Program, low: int, high: int) -> int:
+        """The largest chunks that fit, between some that do and some that do not."""
+        while high > 1.2 * low:
+            middle = (low + high) // 2
+            if self.simulate(candidate, program, middle).peak <= self.left:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
+        set_working_set(program, working_set)
+        cost = cost_of(program.forward, program.backward, len(self.facts.joint.outputs))
+        self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
+        self._peak, self._stage_inputs = cost.peak, cost.peak_terms.get(STAGE_INPUTS, 0)
+        log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
+        return cost
+
+    def chosen(self, facts: Facts, candidate: Candidate | None, working_set: int | None) -> Facts:
+        set_working_set(facts.program, working_set)
+        sizes = tuple(with_working_set(size, working_set) for size in facts.plan.chunk_sizes)
+        notes = {**facts.notes, "tried": tuple(self.tried), "budget": self.budget}
+        return replace(facts, plan=replace(facts.plan, chunk_sizes=sizes), notes=notes)
+
+
+def with_working_set(size: Any, working_set: int | None) -> Any:
+    return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
+
+
+def set_working_set(program: Program, working_set: int | None) -> None:
+    """Let the chunks of all loops take about so many bytes of work."""
+    for loop in program.loops:
+        loop.spec = replace(loop.spec, chunk_size=with_working_set(loop.spec.chunk_size, working_set))
+
+
+def over_budget(budget: int, held: int, cost: Cost) -> OverBudget:
+    terms = {PARAMETERS: held, **cost.peak_terms}
+    most = sorted(terms.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    return OverBudget(
+        f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
+        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
+        do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
+    )
+
+
+REMEDIES = {
+    PARAMETERS: "parameters in a smaller type, or spread over more devices",
+    "gradients": "train fewer parameters, as with adapters",
+    STAGE_INPUTS: "a shorter sequence or a smaller batch",
+}

@@ -1,0 +1,28 @@
+"""How long the sequence of a graph is."""
+
+from __future__ import annotations
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.sizes import Size, shape_of
+from streamfx.torch_private import size_hint
+
+
+def sequence_length(facts: Facts) -> int | None:
+    """Rows of the sequence in this call."""
+    if facts.axes is None or facts.axes.sequence is None:
+        return None
+    length = facts.axes.sequence.length
+    return length if isinstance(length, int) else _hint(length, facts)
+
+
+def _hint(size: Size, facts: Facts) -> int | None:
+    """What a symbolic size stood for, found in the shape of some input that has it."""
+    for node in facts.joint.sources:
+        if not is_tensor(node):
+            continue
+        value = node.meta["val"]
+        for dimension, known in zip(value.shape, shape_of(value), strict=True):
+            if known == size:
+                return size_hint(dimension)
+    return None
