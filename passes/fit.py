@@ -26,7 +26,7 @@ from streamfx.passes.plan import Plan
 from streamfx.passes.rewrite import Rewrite
 from streamfx.report.lengths import sequence_length
 from streamfx.report.memory import Cost, bytes_like, cost_of
-from streamfx.report.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS
+from streamfx.report.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
 from streamfx.report.text import in_bytes
 from streamfx.torch_private import size_hint
 
@@ -45,7 +45,7 @@ class Candidate:
 
     def __str__(self) -> str:
         kept = "results of attention kept" if self.save == "attention" else "only stage inputs kept"
-        return kept if self.keep_every == 1 else f"{kept}, of every {self.keep_every}th stage"
+        return kept if self.keep_every == 1 else f"{kept}, of one stage in {self.keep_every}"
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,25 @@ class _Search:
     tried: list[Tried] = field(default_factory=list)
 
     def best(self) -> Facts:
-        """The facts of the first candidate that fits with chunks of a good size; else of the one with the largest chunks."""
-        fallback: tuple[int, Facts] | None = None
-        smallest: tuple[int, Cost] | None = None
+        """The facts of the first candidate that fits with chunks of a good size; else of the first that fits with small ones."""
+        fallback: tuple[Candidate, Facts] | None = None
+        smallest: Cost | None = None
         for candidate in self.candidates():
             facts = self.rewritten(candidate)
             least, good = self.working_sets(facts.program)
             cost = self.simulate(candidate, facts.program, good)
             if cost.peak <= self.left:
-                return self.chosen(facts, candidate, self.enlarged(candidate, facts.program, good, cost))
-            if good != least:
+                return self.chosen(facts, self.enlarged(candidate, facts.program, good, cost))
+            if good != least and fallback is None:
                 cost = self.simulate(candidate, facts.program, least)
                 if cost.peak <= self.left:
-                    size = self.between(candidate, facts.program, least or 0, good or 0)
-                    fallback = max((x for x in (fallback, (size, facts)) if x), key=lambda item: item[0])
-            smallest = min((x for x in (smallest, (cost.peak, cost)) if x), key=lambda item: item[0])
+                    fallback = candidate, facts
+            smallest = min((x for x in (smallest, cost) if x), key=lambda item: item.peak)
         if fallback is None:
             assert smallest is not None
-            raise over_budget(self.budget, self.held, smallest[1])
-        size, facts = fallback
-        return self.chosen(facts, None, size)
+            raise over_budget(self.budget, self.held, smallest)
+        candidate, facts = fallback
+        return self.chosen(facts, self.between(candidate, facts.program))
 
     # -- candidates
 
@@ -189,10 +188,12 @@ class _Search:
                 high = tried
         return low
 
-    def between(self, candidate: Candidate, program: Program, low: int, high: int) -> int:
-        """The largest chunks that fit, between some that do and some that do not."""
-        while high > 1.2 * low:
-            middle = (low + high) // 2
+    def between(self, candidate: Candidate, program: Program) -> int:
+        """The largest chunks that fit, of those that are smaller than good."""
+        low, high = self.working_sets(program)
+        assert low is not None and high is not None
+        while high > 2 * low:
+            middle = math.isqrt(low * high)
             if self.simulate(candidate, program, middle).peak <= self.left:
                 low = middle
             else:
@@ -201,13 +202,13 @@ class _Search:
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
         set_working_set(program, working_set)
-        cost = cost_of(program.forward, program.backward, len(self.facts.joint.outputs))
+        cost = cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
         self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
         self._peak, self._stage_inputs = cost.peak, cost.peak_terms.get(STAGE_INPUTS, 0)
         log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
         return cost
 
-    def chosen(self, facts: Facts, candidate: Candidate | None, working_set: int | None) -> Facts:
+    def chosen(self, facts: Facts, working_set: int | None) -> Facts:
         set_working_set(facts.program, working_set)
         sizes = tuple(with_working_set(size, working_set) for size in facts.plan.chunk_sizes)
         notes = {**facts.notes, "tried": tuple(self.tried), "budget": self.budget}
@@ -228,11 +229,13 @@ def over_budget(budget: int, held: int, cost: Cost) -> OverBudget:
     terms = {PARAMETERS: held, **cost.peak_terms}
     most = sorted(terms.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
-    return OverBudget(
+    error = OverBudget(
         f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
         found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
         do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
     )
+    error.smallest, error.terms = held + cost.peak, terms
+    return error
 
 
 REMEDIES = {

@@ -7,6 +7,8 @@ A stage may need several loops, one after the other. A value belongs to the firs
   are complete in a loop from right to left once the chunk that holds them is reached;
 * anything else (all keys, all rows, a finished sum) has to wait for the next loop.
 
+Or it belongs to the last loop in which it is still in time for those that use it, where that leaves less to be stored in between.
+
 What a later loop needs of an earlier one is stored, or computed again: `handover.py`.
 """
 
@@ -21,6 +23,7 @@ from torch import fx
 from streamfx.ir.facts import Form, Role, Span
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
+from streamfx.ir.sizes import numeric, product
 from streamfx.passes.handover import Handover, operand_needs, producer_of
 from streamfx.passes.linear import is_expensive
 
@@ -56,8 +59,31 @@ def place(
     reverse: bool,
 ) -> Region:
     """Distribute all that `outputs` need, down to `available` values, over loops."""
-    nodes = _closure(outputs, available, order)
-    level = _levels(nodes, available, layout, reverse)
+    outputs, nodes = list(outputs), _closure(outputs, available, order)
+    early = _levels(nodes, available, layout, reverse)
+    first = _filled(outputs, available, layout, nodes, early, reverse)
+    if len(first.loops) < 2:
+        return first
+    late = _latest(nodes, early, available, layout, reverse)
+    last = _filled(outputs, available, layout, nodes, late, reverse)
+    return min((first, last), key=lambda region: _stored(region, set(outputs), layout))
+
+
+def _stored(region: Region, wanted: set[fx.Node], layout: Layout) -> int:
+    """Bytes that loops leave for later loops."""
+    left = {node for content in region.loops for node in content.stacked} - wanted
+    return sum(numeric(product(layout.full_shape(node))) * node.meta["val"].element_size() for node in left)
+
+
+def _filled(
+    outputs: list[fx.Node],
+    available: Callable[[fx.Node], bool],
+    layout: Layout,
+    nodes: list[fx.Node],
+    level: dict[fx.Node, int],
+    reverse: bool,
+) -> Region:
+    """The region in which each value is made at its level."""
     wanted = list(outputs)
     for node in nodes:
         if is_tensor(node) and not is_loop_value(node, layout):
@@ -100,6 +126,31 @@ def _levels(nodes: list[fx.Node], available: Callable[[fx.Node], bool], layout: 
             waits = (_wait_outside(operand, level, available, layout) for operand in _tensor_inputs(node))
         level[node] = max(waits, default=0)
     return level
+
+
+def _latest(
+    nodes: list[fx.Node], early: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
+) -> dict[fx.Node, int]:
+    """The last loop in which (or before which) each value is in time for all that use it."""
+    last = max((early[node] for node in early if is_loop_value(node, layout)), default=0)
+    late = {node: last if is_loop_value(node, layout) else last + 1 for node in early}
+    for node in reversed(nodes):
+        if node not in early:
+            continue
+        if is_loop_value(node, layout):
+            for need in operand_needs(node, layout):
+                if need.operand in late and not available(need.operand):
+                    wait = is_loop_value(need.operand, layout) and not is_met_in_same_loop(need, layout, reverse)
+                    late[need.operand] = min(late[need.operand], late[node] - wait)
+        else:
+            for operand in _tensor_inputs(node):
+                if operand in late:
+                    late[operand] = min(late[operand], late[node] - is_loop_value(operand, layout))
+    for node in nodes:  # the parts of a tuple are made where their operator is
+        if node in late and producer_of(node) is not node and is_loop_value(node, layout):
+            siblings = [user for user in producer_of(node).users if user in late]
+            late[node] = min(late[sibling] for sibling in siblings)
+    return late
 
 
 def _wait_outside(operand: fx.Node, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout) -> int:

@@ -7,12 +7,15 @@ from streamfx.errors import (
     NotTraced,
     OptionError,
     OverBudget,
+    PlanError,
     RuleError,
     StaleGraph,
     StaleOutput,
     StreamFXError,
 )
 from streamfx.options import Options, configure
+from streamfx.planner.plan import plan
+from streamfx.planner.report import PlanReport
 from streamfx.report.explain import Explanation, explain
 from streamfx.report.verify import Verification, verify
 from streamfx.user_rules import register_rule
@@ -27,6 +30,8 @@ __all__ = [
     "OptionError",
     "Options",
     "OverBudget",
+    "PlanError",
+    "PlanReport",
     "RuleError",
     "StaleGraph",
     "StaleOutput",
@@ -34,6 +39,7 @@ __all__ = [
     "Verification",
     "configure",
     "explain",
+    "plan",
     "register_rule",
     "streambp",
     "verify",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class StreamFXError(Exception):
     """Base of all errors that streamfx raises on purpose."""
@@ -61,5 +64,13 @@ class NotComparable(StreamFXError, RuntimeError):
 class OverBudget(StreamFXError, MemoryError):
     """`memory_budget` is less than the smallest plan takes.
 
-    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks.
+    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are the
+    bytes of the smallest plan, `terms` what they are for.
     """
+
+    smallest = 0
+    terms: Mapping[str, int] = MappingProxyType({})
+
+
+class PlanError(StreamFXError, ValueError):
+    """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option."""

@@ -16,6 +16,7 @@ from streamfx.report.flops import attention_flops, is_fused_attention
 from streamfx.report.lengths import sequence_length
 from streamfx.report.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.report.stages import StageReport, stage_reports
+from streamfx.report.terms import loss_values
 from streamfx.report.text import report_text
 from streamfx.report.tracing import TracedCall, TracedGraph, traced
 
@@ -49,13 +50,13 @@ class Explanation:
             for report in stage_reports(graph.facts, number, self._streamed[number].loops)
         ]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, with_baseline: bool = True) -> dict[str, Any]:
         """All figures and findings, in values that JSON knows.
 
         Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
         baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None without layers).
         """
-        streamed, baseline = self._of_calls(self._streamed), self.baseline
+        streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
         gradients = [gradient_bytes(graph) for graph in self._called]
         return {
             "graphs": len(self.call.graphs),
@@ -90,13 +91,22 @@ class Explanation:
     def _streamed(self) -> list[Cost]:
         return [_cost_with_backend(graph) for graph in self.call.graphs]
 
+    @property
+    def costs(self) -> list[Cost]:
+        """What each call of a graph costs with the backend."""
+        return self._of_calls(self._streamed)
+
     @cached_property
     def baseline(self) -> Cost:
         """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
         cost = self.call.eager or self._baseline_of_graphs()
+        return replace(cost, flops=self.visible_flops(cost))
+
+    def visible_flops(self, cost: Cost) -> int:
+        """FLOPs of the call by another way, without those on pairs that masks hide."""
         shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
         hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
-        return replace(cost, flops=cost.flops - hidden)
+        return cost.flops - hidden
 
     def _baseline_of_graphs(self) -> Cost:
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
@@ -107,7 +117,7 @@ class Explanation:
 
 def _cost_with_backend(graph: TracedGraph) -> Cost:
     program = graph.facts.program or graph
-    return cost_of(program.forward, program.backward, graph.num_outputs)
+    return cost_of(program.forward, program.backward, graph.num_outputs, loss_values(graph.facts))
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:

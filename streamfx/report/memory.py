@@ -5,7 +5,7 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,12 +65,14 @@ class Cost:
         return sum(loop.flops for loop in self.loops.values())
 
 
-def cost_of(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, loss_loops: Iterable[str] = ()) -> Cost:
+def cost_of(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, loss: frozenset[str] = frozenset()
+) -> Cost:
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
 
-    `loss_loops` are the names of the loops whose chunks' work is the loss's.
+    `loss` are names of the values of the loss stage (see `loss_values`).
     """
-    meter, loss = Meter(), frozenset(loss_loops)
+    meter = Meter()
     known: dict[Any, LoopRun] = {}
     forward = sampled(forward, meter, terms_of(forward, False, loss), known)
     backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)

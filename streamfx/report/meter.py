@@ -35,7 +35,7 @@ class Meter(TorchDispatchMode):
 
     `live` and `peak` are bytes of storages now and at most, `flops` those of products and attention, and
     `masked_flops` those of fused attention without a causal flag, of which a mask may hide some. `moved` are the bytes that
-    operators read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those
+    operators without FLOPs read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those
     of the peak.
     """
 
@@ -94,7 +94,7 @@ class Meter(TorchDispatchMode):
             func, args = args[inner], args[inner + 1 :]
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
-        if not getattr(func, "is_view", False):
+        if not flops and not getattr(func, "is_view", False):
             self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
         if is_fused_attention(func) and not arguments_by_name(func, args, kwargs).get("is_causal"):
             self.masked_flops += flops

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from streamfx.ir.facts import Span
+from streamfx.ir.facts import Facts, Span
 from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
 from streamfx.runtime.loop import Loop
 
@@ -31,14 +31,22 @@ class LoopTerms:
     chunk: str
 
 
-def terms_of(module: fx.GraphModule, is_backward: bool, loss_loops: frozenset[str] = frozenset()) -> dict[str, LoopTerms]:
-    """The terms of each loop of an outer graph, by the loop's name."""
+def loss_values(facts: Facts) -> frozenset[str]:
+    """Names of the values of a loss stage whose gradient is found along with the loss."""
+    stages = () if facts.stages is None else facts.stages.stages
+    last = [stage for stage in stages if stage.gradient_in_forward]
+    return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
+
+
+def terms_of(module: fx.GraphModule, is_backward: bool, loss: frozenset[str] = frozenset()) -> dict[str, LoopTerms]:
+    """The terms of each loop of an outer graph, by the loop's name; `loss` are names of values that the loss stage makes."""
     found: dict[str, LoopTerms] = {}
     for call in module.graph.find_nodes(op="call_module"):
         loop = module.get_submodule(call.target)
         if isinstance(loop, Loop):
-            chunk = LOSS if call.target in loss_loops else CHUNK
-            found[call.target] = LoopTerms(_buffers(loop.spec), _stacked(loop.spec, call, module, is_backward), chunk)
+            is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
+            stacked = _stacked(loop.spec, call, module, is_backward or is_loss)
+            found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
     return found
 
 
@@ -51,17 +59,16 @@ def _buffers(spec: LoopSpec) -> tuple[str, ...]:
     )
 
 
-def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, is_backward: bool) -> tuple[str, ...]:
+def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, is_gradient: bool) -> tuple[str, ...]:
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     positions = [i for i, item in enumerate(spec.yields) if isinstance(item, Stacked)]
-    return tuple(_stacked_term(results.get(i), module, is_backward) for i in positions)
+    return tuple(_stacked_term(results.get(i), module, is_gradient) for i in positions)
 
 
-def _stacked_term(result: fx.Node | None, module: fx.GraphModule, is_backward: bool) -> str:
+def _stacked_term(result: fx.Node | None, module: fx.GraphModule, is_gradient: bool) -> str:
     if result is not None and any(_reads_keys(user, result, module) for user in result.users):
         return KEYS
-    gradient = is_backward or (result is not None and result.meta.get("is_gradient", False))
-    return STREAM_GRADIENT if gradient else STAGE_INPUTS
+    return STREAM_GRADIENT if is_gradient else STAGE_INPUTS
 
 
 def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:

@@ -64,11 +64,11 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
 def _alike(stage: Stage) -> tuple[Any, ...]:
     """Stages that share a line of the table: equal but for a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
-    return re.sub(r"\d+", "#", stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
 def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
-    stage, name = run[0], _joint_name([stage["name"] for stage in run])
+    stage, name = run[0], joint_name([stage["name"] for stage in run])
     share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
     saved = in_bytes(stage["saved_bytes"])
     return (
@@ -81,7 +81,11 @@ def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
     )
 
 
-def _joint_name(names: Sequence[str]) -> str:
+def unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def joint_name(names: Sequence[str]) -> str:
     """`layers.0` to `layers.3` as `layers.0-3`."""
     if len(names) == 1:
         return names[0]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.backend import Compilation
-from streamfx.errors import NotTraced
+from streamfx.errors import NotTraced, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.log import log
 from streamfx.options import Options, resolved
@@ -74,8 +74,10 @@ class TracedCall:
     stopped: str = ""
 
 
-def traced(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None) -> TracedCall:
-    """Trace one call of a model: real, fake or on the meta device, and so its arguments."""
+def traced(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None, baselines: bool = True
+) -> TracedCall:
+    """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`."""
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
@@ -84,6 +86,8 @@ def traced(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     call = TracedCall(replace(resolved(options), strict=False))
     with accepting_real(mode), mode:
         _trace(call, model, args, kwargs, faker)
+        if not baselines:
+            return call
         call.eager = _eager_cost(model, args, kwargs, faker, ())
         if layers := layers_of(model):
             call.checkpointed = _eager_cost(model, args, kwargs, faker, layers)
@@ -105,6 +109,8 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
         try:
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
         except Exception as error:
+            if isinstance(cause := getattr(error, "inner_exception", error), OverBudget):
+                raise cause from None
             call.stopped = f"{type(error).__name__}: {first_line(str(error))}"
             if not call.graphs:
                 raise _not_traced(call.stopped) from error

@@ -1,0 +1,53 @@
+"""`streamfx plan`: what fits and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from streamfx.planner.devices import PUBLISHED
+from streamfx.planner.models import TYPES, builtin_names
+from streamfx.planner.plan import plan
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="peak memory, FLOPs and the longest length of a model, without running it",
+        description="Traces a training step of a real-size model without memory, and says what fits and what it costs.",
+        epilog=f"configurations that are shipped: {', '.join(builtin_names())}",
+    )
+    parser.add_argument("model", help="a Hugging Face configuration: a folder, a JSON file, or the name of a shipped one")
+    parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
+    parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
+    parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
+    parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
+    parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
+    parser.add_argument("--save", choices=("inputs", "attention"), help="the option save, in place of the plan's choice")
+    parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
+    parser.add_argument("--device", default="H100", help=f"whose rates to tell time by: {', '.join(PUBLISHED)}, or here")
+    parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """The text to print."""
+    given = {name: getattr(arguments, name) for name in ("chunk_size", "save", "keep_every")}
+    report = plan(
+        arguments.model,
+        seq=arguments.seq,
+        batch=arguments.batch,
+        memory=arguments.memory,
+        dtype=arguments.dtype,
+        lora_rank=arguments.lora_rank,
+        max_length=arguments.max_length,
+        device=arguments.device,
+        baselines=not arguments.no_baselines,
+        options={name: value for name, value in given.items() if value is not None},
+    )
+    return json.dumps(report.summary(), indent=2) if arguments.json else str(report)

@@ -1,0 +1,124 @@
+"""Models to plan for, on the meta device: sizes without memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.errors import PlanError
+
+FOLDER = Path(__file__).parent / "configurations"
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def builtin_names() -> list[str]:
+    """Names of the configurations that are shipped."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def configuration(source: Any) -> Any:
+    """A Hugging Face configuration: itself, a mapping, a folder, a JSON file, or the name of one that is shipped."""
+    if isinstance(source, Mapping):
+        return _of_mapping(dict(source), "a mapping")
+    if not isinstance(source, (str, Path)):
+        return source
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    names = {name.lower(): name for name in builtin_names()}
+    if not path.is_file() and str(source).lower() in names:
+        path = FOLDER / f"{names[str(source).lower()]}.json"
+    if not path.is_file():
+        raise PlanError(
+            f"there is no configuration {str(source)!r}",
+            found="neither a folder with a config.json, nor a JSON file, nor a name of one that is shipped",
+            do=f"give a path, or one of {', '.join(builtin_names())}",
+        )
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not JSON", found=str(error), do="give the config.json of a Hugging Face model") from None
+    return _of_mapping(values, str(path))
+
+
+def _of_mapping(values: dict[str, Any], origin: str) -> Any:
+    from transformers import AutoConfig
+
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
+    try:
+        return AutoConfig.for_model(**values)
+    except ValueError as error:
+        found = str(error).split("\n", 1)[0]
+        raise PlanError(f"{origin} is of no type that the installed transformers knows", found=found) from None
+
+
+def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
+    """The model of a configuration on the meta device, with or without adapters; a model as it is."""
+    model = source if isinstance(source, nn.Module) else _from_configuration(configuration(source), TYPES[dtype])
+    return model if lora_rank is None else with_adapters(model, lora_rank)
+
+
+def _from_configuration(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = getattr(config, "get_text_config", lambda: config)()
+    config.use_cache = False
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained product of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, **like)
+        self.up = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model and give each of its linear layers but the head an adapter."""
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child is not head and not isinstance(module, Adapted):
+                setattr(module, name, Adapted(child, rank))
+    return model
+
+
+def loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    """The step's forward half as a training loop sees it: the loss, and nothing else is kept."""
+
+    def loss(**inputs: Tensor) -> Tensor:
+        outputs = model(**inputs)
+        found = getattr(outputs, "loss", None)
+        if found is None and isinstance(outputs, Mapping):
+            found = outputs.get("loss")
+        if found is None:
+            found = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if found.dim() == 0:
+            return found
+        labels = inputs["labels"]
+        return F.cross_entropy(found.flatten(0, -2).float(), labels.flatten())
+
+    return loss
+
+
+def language_inputs(batch: int, length: int) -> dict[str, Tensor]:
+    """Ids that are their own labels."""
+    ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}

@@ -1,0 +1,73 @@
+"""`streamfx.plan`: what fits and what it costs, for a model of any size, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.budget import bytes_of, is_budget
+from streamfx.errors import OverBudget, PlanError
+from streamfx.planner.devices import device_called
+from streamfx.planner.models import TYPES, built, language_inputs
+from streamfx.planner.predict import Prediction, predict
+from streamfx.planner.report import PlanReport
+from streamfx.planner.search import FIRST_LENGTH, longest
+
+Inputs = Callable[[int, int], Mapping[str, Tensor]]
+
+
+def plan(
+    model: Any,
+    *,
+    seq: int = 4096,
+    batch: int = 1,
+    memory: int | float | str | None = None,
+    dtype: str = "bfloat16",
+    lora_rank: int | None = None,
+    max_length: bool = False,
+    device: str = "H100",
+    baselines: bool = True,
+    inputs: Inputs = language_inputs,
+    options: Mapping[str, Any] | None = None,
+) -> PlanReport:
+    """Predict a training step: peak memory by term, FLOPs, time, and the longest length that fits into `memory`.
+
+    `model` is a Hugging Face configuration (an object, a mapping, a folder, a JSON file, or the name of one that is shipped)
+    or a model on the meta device, which is called with `inputs(batch, length)` and returns its loss, or logits of the labels
+    among these inputs. The optimizer's state is not counted. Nothing is computed.
+    """
+    _check(dtype, memory, batch, seq)
+    made, rates = built(model, dtype, lora_rank), device_called(device)
+    given = dict(options or {})
+    budget = None if memory is None else bytes_of(memory, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if budget is not None:
+        given["memory_budget"] = budget
+
+    def at(length: int, with_baselines: bool = False) -> Prediction:
+        return predict(made, inputs(batch, length), length, given, with_baselines)
+
+    name = model if isinstance(model, str) else type(made).__name__
+    if not max_length:
+        found = at(seq, baselines)
+        return PlanReport(Path(name).name, found, rates, budget)
+    if budget is None:
+        raise PlanError("the longest length is asked for, but not within which memory", do="give memory='80GiB'")
+    best = longest(at, budget, max(seq, FIRST_LENGTH))
+    if best is None:
+        raise OverBudget(f"no length fits into {memory}", do="give more memory, or a smaller model")
+    return PlanReport(Path(name).name, best, rates, budget, best.length)
+
+
+def _check(dtype: str, memory: Any, batch: int, seq: int) -> None:
+    if dtype not in TYPES:
+        raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
+    if not is_budget(memory):
+        raise PlanError(
+            f"memory cannot be {memory!r}", do="give bytes, a text like '80GiB', or a share of the device's between 0.0 and 1.0"
+        )
+    if batch < 1 or seq < 2:
+        raise PlanError("a step has at least one sequence of two tokens", found=f"batch {batch}, length {seq}")

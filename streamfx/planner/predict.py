@@ -1,0 +1,86 @@
+"""What one step of a model takes at one length: traced, planned and simulated by the very code that compiles and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamfx.planner.models import loss_of
+from streamfx.report.explain import Explanation
+from streamfx.report.memory import Cost
+from streamfx.report.terms import INPUTS, OTHER, PARAMETERS
+from streamfx.report.tracing import traced
+
+Inputs = Callable[[int, int], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step by one way of running it; None where that cannot be told."""
+
+    peak_bytes: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name."""
+
+    length: int
+    batch: int
+    peak_bytes: int
+    peak_by_term: dict[str, int]
+    flops: int
+    moved: int
+    stages: list[dict[str, Any]]
+    choices: list[dict[str, Any]]
+    budget: int | None
+    ways: dict[str, Way]
+    stopped: str | None
+
+
+def predict(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    length: int,
+    options: Mapping[str, Any],
+    baselines: bool = False,
+) -> Prediction:
+    """Trace a step of a model on the meta device, as compiled with `options`."""
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines))
+    own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
+    held = own + given
+    summary = explanation.summary(with_baseline=baselines)
+    costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
+    terms = {PARAMETERS: own, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
+    peak = held + int(summary["peak_bytes"])
+    terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
+    notes = [one.notes for one in facts]
+    ways = {"no measure": explanation.baseline, "gradient checkpointing": explanation.call.checkpointed} if baselines else {}
+    return Prediction(
+        length=length,
+        batch=next(iter(inputs.values())).shape[0],
+        peak_bytes=peak,
+        peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
+        flops=int(summary["flops"]),
+        moved=sum(cost.moved for cost in costs),
+        stages=list(summary["stages"]),
+        choices=[item.as_dict() for note in notes for item in note.get("tried", ())],
+        budget=next((note["budget"] for note in notes if "budget" in note), None),
+        ways={name: _way(cost, held, explanation) for name, cost in ways.items() if cost is not None},
+        stopped=summary["stopped"],
+    )
+
+
+def held_by(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, each once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _way(cost: Cost, held: int, explanation: Explanation) -> Way:
+    return Way(held + cost.peak, explanation.visible_flops(cost), cost.moved)

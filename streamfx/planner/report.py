@@ -1,0 +1,123 @@
+"""A plan as a dictionary and as a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from streamfx.planner.devices import Device
+from streamfx.planner.predict import Prediction, Way
+from streamfx.report.text import in_bytes, in_flops, joint_name, unnumbered
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
+
+    `prediction` is for the length asked for, or for the longest one that fits.
+    """
+
+    name: str
+    prediction: Prediction
+    device: Device
+    memory: int | None = None
+    max_length: int | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, in values that JSON knows; bytes count parameters, inputs and gradients, and no optimizer."""
+        found = self.prediction
+        other = {name: self._way(way) for name, way in found.ways.items()}
+        eager = found.ways.get("no measure")
+        return {
+            "model": self.name,
+            "length": found.length,
+            "batch": found.batch,
+            "memory": self.memory,
+            "max_length": self.max_length,
+            "fits": None if self.memory is None else found.peak_bytes <= self.memory,
+            "peak_bytes": found.peak_bytes,
+            "peak_by_term": dict(found.peak_by_term),
+            "flops": found.flops,
+            "baseline_flops": eager.flops if eager else None,
+            "seconds": self.device.seconds(found.flops, found.moved),
+            "device": self.device.name,
+            "ways": other,
+            "choices": found.choices,
+            "stages": found.stages,
+            "stopped": found.stopped,
+        }
+
+    def _way(self, way: Way) -> dict[str, Any]:
+        seconds = self.device.seconds(way.flops, way.moved)
+        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "seconds": seconds}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        summary, found = self.summary(), self.prediction
+        memory = f", {in_bytes(self.memory)} of memory" if self.memory is not None else ""
+        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{memory}"
+        if self.max_length is not None:
+            yield f"  longest  {self.max_length:,} tokens fit"
+        yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, parameters and gradients included, without optimizer:"
+        for term, size in found.peak_by_term.items():
+            yield f"             {in_bytes(size):>10}  {term}"
+        yield ""
+        yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
+        yield ""
+        yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
+        if found.choices:
+            yield ""
+            yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])
+        if found.stopped:
+            yield ""
+            yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
+        rows = [("streambp", summary), *summary["ways"].items()]
+        return [[name, in_bytes(row["peak_bytes"]), in_flops(row["flops"]), in_seconds(row["seconds"])] for name, row in rows]
+
+
+def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    keys = ("kind", "chunk_size", "saved_bytes")
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), *(stage[key] for key in keys))):
+        alike = list(run)
+        stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
+        name = joint_name([item["name"] for item in alike]) + (" (whole)" if stage["kind"] == "whole" else "")
+        yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
+
+
+def _choice(item: dict[str, Any]) -> list[str]:
+    work = item["chunk_work_bytes"]
+    return [item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns, the first to the left and the others to the right.
+
+    >>> print("\\n".join(table(["a", "bc"], [["def", "1"]])))
+      a     bc
+      def    1
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield ("  " + "   ".join(cells)).rstrip()
+
+
+def in_seconds(number: float) -> str:
+    """
+    >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
+    ('4.2 ms', '12.3 s', '12.0 min')
+    """
+    if number < 1:
+        return f"{1000 * number:.1f} ms"
+    return f"{number:.1f} s" if number < 180 else f"{number / 60:.1f} min"
