@@ -32,8 +32,10 @@ from streamfx.torch_private import size_hint
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MOST_STEPS = 6
-MARGIN = 0.98  # how much of what is left a larger chunk aims at
+MOST_STEPS = 4
+MARGIN = 0.95  # how much of what is left a larger chunk aims at
+WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
+NEAR = 1.03  # an estimate this far above the budget is worth a simulation
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,38 @@ def held_bytes(forward: fx.GraphModule) -> int:
     return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
 
 
+def kept_bytes(facts: Facts) -> int:
+    """Bytes of what a plan keeps beside the outputs of stages."""
+    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
+
+
+def fits_whole(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str) -> bool:
+    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks."""
+    values = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    left = bytes_of(budget, device) - held_bytes(forward)
+    results = forward.graph.output_node().args[0]
+    saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
+    if sum(bytes_like(node.meta.get("val")) for node in saved) > left:
+        return False
+    try:
+        return cost_of(forward, backward, num_outputs).peak <= left
+    except Exception as error:  # an operator that only a tracer can run
+        log.info("not known whether the graph fits as it stands: %s", error)
+        return False
+
+
 @dataclass
 class _Search:
     facts: Facts
     options: Options
     budget: int
     tried: list[Tried] = field(default_factory=list)
+    costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
 
     def best(self) -> Facts:
         """The facts of the first candidate that fits with chunks of a good size; else of the first that fits with small ones."""
         fallback: tuple[Candidate, Facts] | None = None
-        smallest: Cost | None = None
         for candidate in self.candidates():
             facts = self.rewritten(candidate)
             least, good = self.working_sets(facts.program)
@@ -104,10 +127,8 @@ class _Search:
                 cost = self.simulate(candidate, facts.program, least)
                 if cost.peak <= self.left:
                     fallback = candidate, facts
-            smallest = min((x for x in (smallest, cost) if x), key=lambda item: item.peak)
         if fallback is None:
-            assert smallest is not None
-            raise over_budget(self.budget, self.held, smallest)
+            raise over_budget(self.budget, self.held, self.smallest)
         candidate, facts = fallback
         return self.chosen(facts, self.between(candidate, facts.program))
 
@@ -115,24 +136,39 @@ class _Search:
 
     def candidates(self) -> Iterator[Candidate]:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
-        saves = ["attention", "inputs"] if self.options.save == "auto" else [self.options.save]
         count = len(self.facts.stages.stages)
+        save = "inputs" if self.options.save == "auto" else self.options.save
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
-        several = [Candidate(saves[-1], k) for k in every[1:]]
-        yield from (Candidate(save, every[0]) for save in saves)
+        if self.options.save == "auto":
+            more = Candidate("attention", every[0])
+            base = self.simulate(Candidate(save, every[0]), self.facts.program, self.working_sets(self.facts.program)[1])
+            if base.peak + kept_bytes(Plan(self.with_choices(more)).apply(self.facts)) <= self.left * NEAR:
+                yield more
+        yield Candidate(save, every[0])
+        several = [Candidate(save, k) for k in every[1:]]
         peaks = [self.estimate(candidate, count) for candidate in several]
         for candidate, peak in zip(several, peaks, strict=True):
-            if peak <= self.left * 1.03 or peak == min(peaks):
+            if peak <= self.left * NEAR or peak == min(peaks):
                 yield candidate
 
     def estimate(self, candidate: Candidate, count: int) -> int:
         """About what the peak would be with fewer boundaries, from that with all of them."""
-        stage_inputs, peak, k = self._stage_inputs, self._peak, candidate.keep_every
-        return int(peak - stage_inputs * (1 - min(1, 1 / k + (k - 1) / max(count, 1))))
+        cost, k = self.smallest, candidate.keep_every
+        kept = min(1, 1 / k + (k - 1) / max(count, 1))
+        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept))
+
+    @property
+    def smallest(self) -> Cost:
+        """The cost of what was simulated with the smallest peak."""
+        return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
+
+    def with_choices(self, candidate: Candidate) -> Options:
+        return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
 
     def rewritten(self, candidate: Candidate) -> Facts:
-        options = replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
-        return Rewrite().apply(Plan(options).apply(self.facts))
+        planned = Plan(self.with_choices(candidate)).apply(self.facts)
+        same = (planned.plan.kept, planned.plan.dropped) == (self.facts.plan.kept, self.facts.plan.dropped)
+        return self.facts if same else Rewrite().apply(planned)
 
     # -- sizes of chunks
 
@@ -179,7 +215,7 @@ class _Search:
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
             tried = min(high, aim) if aim < high or high == most else (low + high) // 2
-            if tried < low * 1.05:
+            if tried < low * WORTHWHILE:
                 break
             found = self.simulate(candidate, program, tried)
             if found.peak <= self.left:
@@ -202,9 +238,12 @@ class _Search:
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
         set_working_set(program, working_set)
+        known = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        if known is not None:
+            return known
         cost = cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
         self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
-        self._peak, self._stage_inputs = cost.peak, cost.peak_terms.get(STAGE_INPUTS, 0)
+        self.costs.append(((candidate, working_set), cost))
         log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
         return cost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -18,6 +18,7 @@ from streamfx.ir.pieces import Pieces
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
+from streamfx.passes.fit import fits_whole
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
@@ -130,6 +131,11 @@ class Compilation:
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
         facts = captured(joint, count, num_fwd_outputs, static, self.patterns(count), mutated_inputs(joint.graph))
+        if self.options.memory_budget is not None and self.options.chunk_size == "auto":
+            halves = plain()
+            if fits_whole(*halves, num_fwd_outputs, self.options.memory_budget):
+                self.facts.append(replace(facts, notes={"fits": True}))
+                return halves
         facts = self.analysed(facts)
         if facts.program is None:
             return plain()

@@ -64,8 +64,8 @@ class NotComparable(StreamFXError, RuntimeError):
 class OverBudget(StreamFXError, MemoryError):
     """`memory_budget` is less than the smallest plan takes.
 
-    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are the
-    bytes of the smallest plan, `terms` what they are for.
+    The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are
+    the bytes of the smallest plan, `terms` what they are for.
     """
 
     smallest = 0

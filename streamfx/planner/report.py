@@ -71,6 +71,7 @@ class PlanReport:
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
+        yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])
         if found.choices:
             yield ""
             yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])

@@ -33,10 +33,9 @@ class Rise:
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
-    `live` and `peak` are bytes of storages now and at most, `flops` those of products and attention, and
-    `masked_flops` those of fused attention without a causal flag, of which a mask may hide some. `moved` are the bytes that
-    operators without FLOPs read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those
-    of the peak.
+    `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `masked_flops` those of
+    fused attention without a causal flag, of which a mask may hide some; `moved` are the bytes that operators without FLOPs
+    read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those of the peak.
     """
 
     supports_higher_order_operators = True

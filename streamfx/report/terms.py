@@ -45,7 +45,7 @@ def terms_of(module: fx.GraphModule, is_backward: bool, loss: frozenset[str] = f
         loop = module.get_submodule(call.target)
         if isinstance(loop, Loop):
             is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
-            stacked = _stacked(loop.spec, call, module, is_backward or is_loss)
+            stacked = _stacked(loop.spec, call, module, (is_backward and loop.spec.reverse) or is_loss)
             found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
     return found
 

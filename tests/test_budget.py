@@ -1,0 +1,117 @@
+"""`memory_budget`: what a plan says is what a step takes, and no plan takes more than it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamfx
+from streamfx.budget import bytes_of, is_budget
+from streamfx.passes.fit import held_bytes
+from streamfx.report.memory import cost_of
+from streamfx.report.meter import Meter
+from tests.support import hf
+from tests.support.hf import ROTARY
+
+LENGTH, LAYERS = 1024, 3
+WIDE = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": LENGTH,
+}
+
+
+def model_of(make: Any = hf.llama) -> nn.Module:
+    torch.manual_seed(0)
+    before = dict(ROTARY)
+    ROTARY.update(WIDE)
+    try:
+        return make()
+    finally:
+        ROTARY.clear()
+        ROTARY.update(before)
+
+
+class Step:
+    """A training step that is compiled with some options, measured as it runs."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        from tests.support.exactness import recorder
+
+        torch._dynamo.reset()
+        self.model, self.ids = model, torch.randint(1, hf.VOCABULARY, (1, LENGTH))
+        self.backend = recorder(outputs="lazy", **options)
+        self.compiled = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend=self.backend)
+
+    def peak(self) -> int:
+        """Bytes alive at most in a run after the first, over what was alive before."""
+        for _ in range(2):  # the first one compiles
+            self.model.zero_grad(set_to_none=True)
+            with Meter() as meter:
+                self.compiled(self.ids).backward()
+        return meter.peak
+
+    def predicted(self) -> int:
+        (facts,) = self.backend.facts
+        return cost_of(facts.program.forward, facts.program.backward, 1).peak  # type: ignore[union-attr]
+
+    def held(self) -> int:
+        return held_bytes(self.backend.facts[0].program.forward)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [hf.qwen3_tied], ids=lambda make: make.__name__)
+def test_the_predicted_peak_is_the_measured_one(make: Any) -> None:
+    """Without a budget, and within one that asks for other chunks."""
+    free = Step(model_of(make), chunk_size=128, loss_chunk_size=128)
+    assert free.peak() == pytest.approx(free.predicted(), rel=0.05)
+    budget = int(1.3 * (free.held() + free.predicted()))
+    step = Step(model_of(make), memory_budget=budget)
+    peak = step.peak()
+    assert peak == pytest.approx(step.predicted(), rel=0.05)
+    assert free.held() + free.predicted() < step.held() + peak <= budget
+
+
+def test_fewer_boundaries_take_what_is_predicted() -> None:
+    step = Step(model_of(), chunk_size=128, loss_chunk_size=128, keep_every=2)
+    assert step.peak() == pytest.approx(step.predicted(), rel=0.05)
+
+
+def test_what_fits_is_left_as_it_stands() -> None:
+    step = Step(model_of(), memory_budget="1GiB")
+    step.peak()
+    (facts,) = step.backend.facts
+    assert facts.program is None
+    assert (
+        "as it stands" in streamfx.explain(step.model, input_ids=step.ids, options={"memory_budget": "1GiB"}).stages[0].reasons[0]
+    )
+
+
+def test_what_does_not_fit_says_how_much_it_takes() -> None:
+    model, ids = model_of(), torch.randint(1, hf.VOCABULARY, (1, LENGTH))
+    with pytest.raises(streamfx.OverBudget, match="smallest possible peak is") as caught:
+        streamfx.explain(model, input_ids=ids, labels=ids, options={"memory_budget": "300KiB"})
+    assert "parameters" in str(caught.value)
+    assert caught.value.smallest > 300 << 10
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="smallest possible peak is"):
+        Step(model, memory_budget="300KiB").peak()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, "much", "3 fish", True, "GiB"])
+def test_budgets_that_are_none(value: Any) -> None:
+    assert not is_budget(value)
+    with pytest.raises(streamfx.OptionError, match="memory_budget"):
+        streamfx.configure(memory_budget=value)
+
+
+def test_budgets() -> None:
+    cpu = torch.device("cpu")
+    assert bytes_of("1.5 GiB", cpu) == 3 << 29
+    assert bytes_of("2GB", cpu) == 2 * 10**9
+    assert bytes_of(5, cpu) == 5
+    assert 2 * bytes_of(0.25, cpu) == pytest.approx(bytes_of(0.5, cpu), abs=1)
+    assert bytes_of(1.0, cpu) > 1 << 28

@@ -1,0 +1,200 @@
+"""`streamfx plan`: configurations, figures, the search for a length, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamfx
+from streamfx.cli import main
+from streamfx.errors import OverBudget
+from streamfx.planner.models import Adapted, built, builtin_names, language_inputs
+from streamfx.planner.predict import Prediction
+from streamfx.planner.search import longest
+from tests.support.small import Causal
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+KEYS = {"max_length", "peak_bytes", "peak_by_term", "flops", "baseline_flops", "stages"}
+BILLIONS = {
+    "GPT-OSS-20B": 20.91,
+    "Gemma-3-12B": 11.77,
+    "Gemma-3-1B": 1.00,
+    "Gemma-3-27B": 27.01,
+    "Gemma-3-4B": 3.88,
+    "Llama-3.1-8B": 8.03,
+    "Qwen3-14B": 14.77,
+    "Qwen3-32B": 32.76,
+    "Qwen3-4B": 4.02,
+    "Qwen3-8B": 8.19,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_shipped_configurations_have_the_published_sizes() -> None:
+    assert set(builtin_names()) == set(BILLIONS)
+    for name in ("Qwen3-4B", "Gemma-3-1B", "GPT-OSS-20B"):
+        count = sum(parameter.numel() for parameter in built(name).parameters())
+        assert count / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BILLIONS)
+def test_all_shipped_configurations(name: str) -> None:
+    model = built(name.upper())
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
+
+
+def test_a_plan_has_all_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--seq", "256", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert set(summary) >= KEYS
+    assert summary["peak_bytes"] == sum(summary["peak_by_term"].values())
+    parameters = sum(parameter.nbytes for parameter in built(TINY).parameters())
+    assert parameters <= summary["peak_by_term"]["parameters"] < 1.01 * parameters
+    assert set(summary["ways"]) == {"no measure", "gradient checkpointing"}
+    assert summary["flops"] <= summary["ways"]["gradient checkpointing"]["flops"]
+    assert summary["baseline_flops"] < summary["flops"]
+    assert all(stage["kind"] == "streamed" for stage in summary["stages"])
+
+
+def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--seq", "1024", "--memory", "4MiB", "--no-baselines"]) == 0
+    text = capsys.readouterr().out
+    for part in ("a step of 1 x 1,024 tokens, 4.0 MiB of memory", "at the peak", "parameters", "stage inputs", "choices tried"):
+        assert part in text
+    assert len(text.splitlines()) < 40
+
+
+def test_adapters_leave_most_gradients_out() -> None:
+    model = built(TINY, lora_rank=4)
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    assert len(adapted) == 2 * 7
+    assert not model.lm_head.weight.requires_grad  # type: ignore[union-attr]
+    full = streamfx.plan(TINY, seq=256, baselines=False).summary()
+    low = streamfx.plan(TINY, seq=256, lora_rank=4, baselines=False).summary()
+    assert low["peak_by_term"].get("gradients", 0) < full["peak_by_term"]["gradients"] / 2
+    assert low["flops"] < full["flops"]
+
+
+def test_any_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Causal()
+
+    def inputs(batch: int, length: int) -> dict[str, Any]:
+        ids = language_inputs(batch, length)["input_ids"]
+        return {"ids": ids, "labels": ids}
+
+    report = streamfx.plan(model, seq=64, batch=2, inputs=inputs)
+    assert report.summary()["ways"]["no measure"]["peak_bytes"] > 0
+    assert "2 x 64 tokens" in str(report)
+
+
+# -- the search
+
+
+def prediction(length: int, peak: int) -> Prediction:
+    return Prediction(length, 1, peak, {"parameters": 1000, "stage inputs": peak - 1000}, 0, 0, [], [], None, {}, None)
+
+
+def test_the_longest_length_was_traced_and_fits() -> None:
+    traced = []
+
+    def predict(length: int) -> Prediction:
+        traced.append(length)
+        peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
+        if peak > 400_000:
+            error = OverBudget("too long")
+            error.smallest, error.terms = peak, {"parameters": 1000, "stage inputs": peak - 1000}
+            raise error
+        return prediction(length, peak)
+
+    best = longest(predict, 400_000)
+    assert best is not None
+    assert best.length in traced
+    assert 97_000 < best.length < 100_000
+    assert len(traced) < 6
+
+
+def test_no_length_may_fit() -> None:
+    assert longest(lambda length: prediction(length, 10**9), 1000) is None
+
+
+def test_a_length_that_fits_is_found() -> None:
+    report = streamfx.plan(TINY, memory="24MiB", max_length=True, seq=2048, options={"save": "inputs", "keep_every": 1})
+    summary = report.summary()
+    assert summary["fits"]
+    assert summary["max_length"] == summary["length"] >= 4096
+    assert 0.9 * (24 << 20) < summary["peak_bytes"] <= 24 << 20
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing-like-this"], "no configuration 'nothing-like-this'"),
+        (["Qwen3-8B", "--memory", "much"], "memory cannot be 'much'"),
+        (["Qwen3-8B", "--device", "abacus"], "no rates of a device 'abacus'"),
+        (["Qwen3-8B", "--max-length"], "within which memory"),
+        (["Qwen3-8B", "--batch", "0"], "at least one sequence"),
+    ],
+)
+def test_refusals_are_short(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert not captured.out
+
+
+def test_configurations_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"model_type": "no such type"}')
+    (tmp_path / "empty.json").write_text("{}")
+    for name, said in (("bad", "not JSON"), ("other", "of no type"), ("empty", "has no model_type")):
+        with pytest.raises(streamfx.PlanError, match=said):
+            built(tmp_path / f"{name}.json")
+
+
+# -- real sizes
+
+LENGTHS = [("Qwen3-8B", None, 150_000), ("Qwen3-4B", None, 330_000), ("Qwen3-8B", 16, 210_000)]
+LENGTHS += [("Qwen3-14B", 16, 120_000), ("Qwen3-32B", 16, 28_000)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "rank", "length"), LENGTHS)
+def test_real_sizes_fit_in_80_gib(name: str, rank: int | None, length: int) -> None:
+    report = streamfx.plan(name, seq=length, lora_rank=rank, options={"keep_every": 1}, baselines=False)
+    assert report.summary()["peak_bytes"] <= 80 << 30
+
+
+@pytest.mark.long
+def test_twice_as_long_with_fewer_boundaries() -> None:
+    report = streamfx.plan("Qwen3-8B", seq=300_000, options={"keep_every": 4}, baselines=False)
+    assert report.summary()["peak_bytes"] <= 80 << 30
+
+
+def test_models_are_left_alone() -> None:
+    model: nn.Module = built(TINY)
+    streamfx.plan(model, seq=128)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
