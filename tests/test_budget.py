@@ -10,9 +10,13 @@ from torch import nn
 
 import streamfx
 from streamfx.budget import bytes_of, is_budget
+from streamfx.errors import OverBudget
+from streamfx.ir.program import Program
+from streamfx.options import resolved
 from streamfx.passes.fit import held_bytes
 from streamfx.report.memory import cost_of
 from streamfx.report.meter import Meter
+from streamfx.runtime.outer import OuterRunner
 from tests.support import hf
 from tests.support.hf import ROTARY
 
@@ -45,7 +49,7 @@ class Step:
 
         torch._dynamo.reset()
         self.model, self.ids = model, torch.randint(1, hf.VOCABULARY, (1, LENGTH))
-        self.backend = recorder(outputs="lazy", **options)
+        self.backend = recorder(**{"outputs": "lazy", **options})
         self.compiled = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend=self.backend)
 
     def peak(self) -> int:
@@ -115,3 +119,37 @@ def test_budgets() -> None:
     assert bytes_of(5, cpu) == 5
     assert 2 * bytes_of(0.25, cpu) == pytest.approx(bytes_of(0.5, cpu), abs=1)
     assert bytes_of(1.0, cpu) > 1 << 28
+
+
+def run(recorded: Any, program: Program) -> None:
+    """Both halves on real tensors, holding nothing that the backward half frees."""
+    results = list(OuterRunner(program.forward)(list(recorded.primals)))
+    outputs, tensors, numbers = results[:1], results[1 : 1 + len(program.saved)], results[1 + len(program.saved) :]
+    arguments = [*numbers, *tensors, *recorded.tangents]
+    del results, tensors, numbers
+    assert program.backward is not None
+    OuterRunner(program.backward)(arguments)
+    del outputs
+
+
+TEN = [hf.llama, hf.qwen3, hf.qwen3_tied, hf.mistral, hf.gemma2, hf.gemma3, hf.gpt_neox, hf.phi3, hf.olmo2, hf.gpt2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", TEN, ids=lambda make: make.__name__)
+def test_ten_models_within_four_budgets(make: Any) -> None:
+    """The joint graph is recorded once; each budget's program is then run on real tensors."""
+    step = Step(model_of(make), chunk_size=128, loss_chunk_size=128, outputs="dense")
+    step.compiled(step.ids).backward()
+    (recorded,) = step.backend.compilations
+    with pytest.raises(OverBudget) as caught:
+        recorded.facts_for(resolved({"memory_budget": 1}))
+    least, free = caught.value.smallest, step.held() + step.predicted()
+    for budget in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
+        program = recorded.facts_for(resolved({"memory_budget": budget})).program
+        assert program is not None
+        predicted = cost_of(program.forward, program.backward, 1).peak
+        with Meter() as meter:
+            run(recorded, program)
+        assert meter.peak == pytest.approx(predicted, rel=0.05)
+        assert step.held() + meter.peak <= budget
