@@ -132,7 +132,12 @@ def run(recorded: Any, program: Program) -> None:
     del outputs
 
 
-TEN = [hf.llama, hf.qwen3, hf.qwen3_tied, hf.mistral, hf.gemma2, hf.gemma3, hf.gpt_neox, hf.phi3, hf.olmo2, hf.gpt2]
+def positions() -> nn.Module:
+    """Learned positions, biases, one product for queries, keys and values."""
+    return hf.gpt2(n_positions=LENGTH, n_embd=64, n_layer=LAYERS)
+
+
+TEN = [hf.llama, hf.qwen3, hf.qwen3_tied, hf.mistral, hf.gemma2, hf.gemma3, hf.gpt_neox, hf.phi3, hf.olmo2, positions]
 
 
 @pytest.mark.long

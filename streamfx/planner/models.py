@@ -80,7 +80,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
         self.base = base
         self.down = nn.Linear(base.in_features, rank, **like)
         self.up = nn.Linear(rank, base.out_features, **like)

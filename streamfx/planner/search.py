@@ -31,7 +31,7 @@ def longest(predict: Predict, budget: int, first: int = FIRST_LENGTH) -> Predict
     best: Probe | None = None
     failed: Probe | None = None
     probes: list[Probe] = []
-    length, terms = first, {}
+    length = first
     for _ in range(MOST_TRACES):
         probe, terms = _probe(predict, length, budget)
         probes.append(probe)
