@@ -33,6 +33,7 @@ class Plan:
             kept=tuple(self.kept(stage, facts) for stage in stages),
             accumulate=torch.float32 if self.options.accumulate == "float32" else None,
             dropped=self.dropped(facts),
+            offloaded=self.offloaded(facts),
         )
         return replace(facts, plan=plan)
 
@@ -57,6 +58,17 @@ class Plan:
             and facts.axes.signatures.get(node.args[0])  # type: ignore[arg-type]
             and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
             and any(user not in inside for user in node.users)
+        )
+
+    def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+        """Rows at the cuts that wait on the host, those of them that are kept."""
+        if self.options.offload == "none":
+            return ()
+        assert facts.demand is not None
+        outputs = set(facts.joint.outputs)
+        return tuple(
+            tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS and node not in outputs)
+            for stage in facts.stages.stages
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:

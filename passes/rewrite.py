@@ -28,6 +28,7 @@ from streamfx.passes.linear import is_expensive, is_random
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
+from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -68,6 +69,7 @@ class _Rewriter:
                 continue
             if wanted:
                 self._run_again(stage, backward)
+                backward.fetch_for(self.stages.index(stage) - 1)
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, self.chunk_size(stage), self.device)
@@ -142,6 +144,8 @@ class _BackwardBuilder(OuterBuilder):
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
+        self.fetched: dict[fx.Node, fx.Node] = {}
+        self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
         self.numbers: dict[sympy.Symbol, fx.Node] = {}
         self.tangents: list[fx.Node] = []
         for node in self.joint.tangents:
@@ -159,9 +163,39 @@ class _BackwardBuilder(OuterBuilder):
 
     def value(self, node: fx.Node) -> fx.Node | None:
         if node not in self.env and self._is_saved(node):
-            made = self._placeholder(node.name, dict(node.meta))
-            self.env[node] = self.saved[node] = made
+            if node in self.offloaded:
+                self.env[node] = self.graph.call_function(arrived, (self._fetched(node),))
+                self.env[node].meta = dict(node.meta)
+            else:
+                self.env[node] = self.saved[node] = self._placeholder(node.name, dict(node.meta))
         return self.env.get(node)
+
+    def _fetched(self, node: fx.Node) -> fx.Node:
+        """A value on its way from the host."""
+        if node not in self.fetched:
+            held = self.saved[node] = self._placeholder(f"{node.name}_held", {"val": self._on_host(node)})
+            self.fetched[node] = self.graph.call_function(from_host, (held, node.meta["val"].device))
+        return self.fetched[node]
+
+    def _on_host(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            return torch.empty_like(node.meta["val"], device="cpu")
+
+    def fetch_for(self, stage: int) -> None:
+        """Let the inputs of a stage's backward half come from the host while the stage after it runs."""
+        for node in self.plan.offloaded[stage - 1] if self.plan.offloaded and stage > 0 else ():
+            if node not in self.env and self._is_saved(node):
+                self._fetched(node)
+
+    def held(self, node: fx.Node) -> fx.Node:
+        """What the forward half hands over of a saved value."""
+        made = self.forward.env[node]
+        if node not in self.offloaded:
+            return made
+        with self.forward.graph.inserting_after(made):
+            held = self.forward.graph.call_function(to_host, (made,))
+        held.meta = {"val": self._on_host(node), "joint": node.name}
+        return held
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
         if node not in self.states and node in self.forward.states:
@@ -207,7 +241,7 @@ class _BackwardBuilder(OuterBuilder):
             else:
                 previous.append(made)
             previous = made
-        saved = [self.forward.env[node] for node in self.saved] + [self.forward.states[node] for node in self.states]
+        saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
         return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
 
 

@@ -28,6 +28,8 @@ class Options:
         again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
     memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", or a share of the device's
         memory (0.9); the plan makes the step as fast as it can be within it. None: chunks are small, memory is what it takes.
+    offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in pinned
+        memory; on a CPU in memory-mapped files).
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
@@ -39,6 +41,7 @@ class Options:
     save: Literal["inputs", "attention", "auto"] = "auto"
     keep_every: int | Literal["auto"] = "auto"
     memory_budget: int | float | str | None = None
+    offload: Literal["none", "inputs"] = "none"
     bodies: Literal["eager", "inductor", "auto"] = "auto"
     accumulate: Literal["float32", "same"] = "float32"
     outputs: Literal["lazy", "dense"] = "lazy"
@@ -50,6 +53,7 @@ class Options:
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "save": ("inputs", "attention", "auto"),
+    "offload": ("none", "inputs"),
     "bodies": ("eager", "inductor", "auto"),
     "accumulate": ("float32", "same"),
     "outputs": ("lazy", "dense"),

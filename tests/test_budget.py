@@ -80,8 +80,9 @@ def test_the_predicted_peak_is_the_measured_one(make: Any) -> None:
     assert free.held() + free.predicted() < step.held() + peak <= budget
 
 
-def test_fewer_boundaries_take_what_is_predicted() -> None:
-    step = Step(model_of(), chunk_size=128, loss_chunk_size=128, keep_every=2)
+@pytest.mark.parametrize("choice", [{"keep_every": 2}, {"offload": "inputs"}], ids=str)
+def test_what_takes_less_memory_takes_what_is_predicted(choice: dict[str, Any]) -> None:
+    step = Step(model_of(), chunk_size=128, loss_chunk_size=128, **choice)
     assert step.peak() == pytest.approx(step.predicted(), rel=0.05)
 
 

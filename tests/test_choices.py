@@ -22,6 +22,8 @@ CHOICES: list[dict[str, Any]] = [
     {"keep_every": 2, "save": "inputs"},
     {"keep_every": 3, "save": "attention"},
     {"keep_every": 9, "save": "inputs"},
+    {"offload": "inputs", "save": "inputs"},
+    {"offload": "inputs", "keep_every": 2},
 ]
 
 

@@ -29,6 +29,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
     parser.add_argument("--save", choices=("inputs", "attention"), help="the option save, in place of the plan's choice")
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
+    parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
     parser.add_argument("--device", default="H100", help=f"whose rates to tell time by: {', '.join(PUBLISHED)}, or here")
     parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -38,6 +39,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
     given = {name: getattr(arguments, name) for name in ("chunk_size", "save", "keep_every")}
+    given["offload"] = "inputs" if arguments.offload else None
     report = plan(
         arguments.model,
         seq=arguments.seq,

@@ -47,13 +47,15 @@ class ChunkPlan:
     """`chunk_sizes` in rows of the sequence, values `kept` beside the stage's outputs, and outputs that are not kept, by stage.
 
     `accumulate` is the type in which sums of low-precision gradients are kept; None is the gradient's own. What is `dropped` is
-    made again from the boundary before it, by the same forward loops, when the backward half gets there.
+    made again from the boundary before it, by the same forward loops, when the backward half gets there. What is `offloaded`
+    waits on the host until then.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]
     kept: tuple[tuple[fx.Node, ...], ...]
     accumulate: torch.dtype | None = torch.float32
     dropped: tuple[tuple[fx.Node, ...], ...] = ()
+    offloaded: tuple[tuple[fx.Node, ...], ...] = ()
 
     def is_dropped(self, node: fx.Node) -> bool:
         """Whether a value at a cut is made again rather than kept."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from streamfx.report.flops import arguments_by_name, flops_of, is_fused_attention
+from streamfx.runtime.offload import to_host
 
 
 @dataclass
@@ -57,7 +58,8 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)
-        self._note_new(out, (args, kwargs))
+        if func is not to_host:  # what waits on the host is not in the device's memory
+            self._note_new(out, (args, kwargs))
         return out
 
     def restart_peak(self) -> int:
