@@ -12,7 +12,6 @@ from torch import nn
 
 import streamfx
 from streamfx.cli import main
-from streamfx.errors import OverBudget
 from streamfx.planner.models import Adapted, built, builtin_names, language_inputs
 from streamfx.planner.predict import Prediction
 from streamfx.planner.search import longest
@@ -112,30 +111,28 @@ def test_any_model_on_the_meta_device() -> None:
 
 
 def prediction(length: int, peak: int) -> Prediction:
-    return Prediction(length, 1, peak, {"parameters": 1000, "stage inputs": peak - 1000}, 0, 0, [], [], None, {}, None)
+    return Prediction(length, 1, peak, {"parameters": 1000, "stage inputs": peak - 1000}, 0, 0, [{}] * 9, [], None, {}, None)
 
 
 def test_the_longest_length_was_traced_and_fits() -> None:
     traced = []
 
-    def predict(length: int) -> Prediction:
-        traced.append(length)
+    def predict(length: int, options: Any) -> Prediction:
+        traced.append((length, options["keep_every"]))
         peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
-        if peak > 400_000:
-            error = OverBudget("too long")
-            error.smallest, error.terms = peak, {"parameters": 1000, "stage inputs": peak - 1000}
-            raise error
         return prediction(length, peak)
 
-    best = longest(predict, 400_000)
+    best = longest(predict, 400_000, {"keep_every": 1})
     assert best is not None
-    assert best.length in traced
+    assert (best.length, 1) in traced
     assert 97_000 < best.length < 100_000
     assert len(traced) < 6
+    longest(predict, 400_000, {})
+    assert traced[-1][1] == 3
 
 
 def test_no_length_may_fit() -> None:
-    assert longest(lambda length: prediction(length, 10**9), 1000) is None
+    assert longest(lambda length, options: prediction(length, 10**9), 1000, {}) is None
 
 
 def test_a_length_that_fits_is_found() -> None:

@@ -42,24 +42,22 @@ def plan(
     """
     _check(dtype, memory, batch, seq)
     made, rates = built(model, dtype, lora_rank), device_called(device)
-    given = dict(options or {})
+    name = Path(model).name if isinstance(model, str) else type(made).__name__
     budget = None if memory is None else bytes_of(memory, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if budget is not None:
-        given["memory_budget"] = budget
 
-    def at(length: int, with_baselines: bool = False) -> Prediction:
+    def at(length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
         return predict(made, inputs(batch, length), length, given, with_baselines)
 
-    name = model if isinstance(model, str) else type(made).__name__
+    given = dict(options or {})
     if not max_length:
-        found = at(seq, baselines)
-        return PlanReport(Path(name).name, found, rates, budget)
+        given = given if budget is None else {**given, "memory_budget": budget}
+        return PlanReport(name, at(seq, given, baselines), rates, budget)
     if budget is None:
         raise PlanError("the longest length is asked for, but not within which memory", do="give memory='80GiB'")
-    best = longest(at, budget, max(seq, FIRST_LENGTH))
+    best = longest(at, budget, given, max(seq, FIRST_LENGTH))
     if best is None:
         raise OverBudget(f"no length fits into {memory}", do="give more memory, or a smaller model")
-    return PlanReport(Path(name).name, best, rates, budget, best.length)
+    return PlanReport(name, best, rates, budget, best.length)
 
 
 def _check(dtype: str, memory: Any, batch: int, seq: int) -> None:

@@ -1,71 +1,71 @@
-"""The longest sequence that fits: guessed from the terms of a few traces, and confirmed by a trace of its own."""
+"""The longest sequence that fits: guessed from the terms of a few traces, and confirmed by a trace of its own.
+
+It runs with the choices that take the least memory: nothing kept but stage inputs, and boundaries as far apart as is best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from streamfx.errors import OverBudget
+from streamfx.passes.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
+from streamfx.report.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_INPUTS, STATES, STREAM_GRADIENT
 
 FIRST_LENGTH = 16384
-MOST_TRACES = 7
-CLOSE = 0.02  # of the budget: with so little left over the search ends
+MOST_TRACES = 6
+CLOSE = 0.01  # of the length: with so little to gain the search ends
+AIM = 0.998  # how much of the memory a guess is to take
 ROUNDING = 256
-PER_TOKEN = ("stage inputs", "gradient of the stream", "keys and values", "gradients of keys and values", "chunk work", "states")
+LARGE_WORK, SMALL_CHUNK = 0.1, 128  # where a chunk's work takes such a share of the memory, chunks are so short
+GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS)
 
-Predict = Callable[[int], Prediction]
-
-
-@dataclass
-class Probe:
-    """Bytes that a step of some length needs at least, as a trace has found."""
-
-    length: int
-    peak: int
-    prediction: Prediction | None  # None where it does not fit
+Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
 
-def longest(predict: Predict, budget: int, first: int = FIRST_LENGTH) -> Prediction | None:
+def longest(predict: Predict, budget: int, options: Mapping[str, Any], first: int = FIRST_LENGTH) -> Prediction | None:
     """The prediction for about the longest length whose peak is within the budget; None where not even short ones are."""
-    best: Probe | None = None
-    failed: Probe | None = None
-    probes: list[Probe] = []
-    length = first
-    for _ in range(MOST_TRACES):
-        probe, terms = _probe(predict, length, budget)
-        probes.append(probe)
-        if probe.prediction is not None:
-            best = probe if best is None or probe.length > best.length else best
-        else:
-            failed = probe if failed is None or probe.length < failed.length else failed
-        length = _next(probes, terms, budget, best, failed)
-        if length <= (best.length if best else 0) or (best and _is_close(best, failed, length, budget)):
+    given = {"save": "inputs", "keep_every": 1, **options}
+    found = predict(first, given)
+    best, failed = (found, None) if found.peak_bytes <= budget else (None, found)
+    terms = dict(found.peak_by_term)
+    if "keep_every" not in options:
+        given["keep_every"] = fewest_bytes(len(found.stages))
+        terms[STAGE_INPUTS] = int(terms.get(STAGE_INPUTS, 0) * kept_share(given["keep_every"], len(found.stages)))
+    if "chunk_size" not in options and terms.get(CHUNK, 0) + terms.get(LOSS, 0) > LARGE_WORK * budget:
+        given.update(chunk_size=SMALL_CHUNK, loss_chunk_size=SMALL_CHUNK)
+        terms.update({CHUNK: 0, LOSS: 0})
+        failed = None
+    length = _guess(found.length, sum(terms.values()), terms, budget)
+    for _ in range(MOST_TRACES - 1):
+        length = _between(length, best, failed)
+        if length < ROUNDING or (best is not None and length <= best.length * (1 + CLOSE) and length - best.length <= first):
             break
-    return best.prediction if best else None
+        found = predict(length, given)
+        best, failed = (found, failed) if found.peak_bytes <= budget else (best, found)
+        length = _guess(found.length, found.peak_bytes, found.peak_by_term, budget)
+    return best
 
 
-def _probe(predict: Predict, length: int, budget: int) -> tuple[Probe, dict[str, int]]:
-    try:
-        found = predict(length)
-    except OverBudget as error:
-        return Probe(length, error.smallest, None), dict(error.terms)
-    fits = found.peak_bytes <= budget
-    return Probe(length, found.peak_bytes, found if fits else None), found.peak_by_term
+def fewest_bytes(stages: int) -> int:
+    """How many stages should share one kept input, for the least memory."""
+    return min(KEEP_EVERY, key=lambda every: kept_share(every, stages))
 
 
-def _next(probes: list[Probe], terms: dict[str, int], budget: int, best: Probe | None, failed: Probe | None) -> int:
-    """Where the peak would reach the budget: by the terms that grow with the length, between what is known."""
-    last = probes[-1]
-    growing = sum(terms.get(name, 0) for name in PER_TOKEN) / last.length
-    length = int(last.length + (budget * 0.997 - last.peak) / max(growing, 1))
+def kept_share(every: int, stages: int) -> float:
+    """Stage inputs alive at most, of all: each k-th, and those of one group."""
+    return 1 / every + (every - 1) / max(stages, every)
+
+
+def _guess(length: int, peak: int, terms: Mapping[str, int], budget: int) -> int:
+    """Where the peak would reach the budget, by the terms that grow with the length."""
+    growing = sum(terms.get(name, 0) for name in GROWING) / length
+    return int(length + (budget * AIM - peak) / max(growing, 1))
+
+
+def _between(length: int, best: Prediction | None, failed: Prediction | None) -> int:
+    """The guess, or the middle where it is not between what is known to fit and what is known not to."""
     low, high = best.length if best else 0, failed.length if failed else None
     if high is not None and not low < length < high:
         length = (low + high) // 2
-    return max(0, length) // ROUNDING * ROUNDING
-
-
-def _is_close(best: Probe, failed: Probe | None, length: int, budget: int) -> bool:
-    if failed is not None and failed.length - best.length <= max(ROUNDING, best.length * CLOSE):
-        return True
-    return length - best.length <= max(ROUNDING, best.length * CLOSE / 2)
+    return length // ROUNDING * ROUNDING

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from streamfx.report.flops import arguments_by_name, flops_of, is_fused_attention
-from streamfx.runtime.offload import to_host
+from streamfx.report.terms import STAGE_INPUTS
+from streamfx.runtime.offload import from_host, to_host
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)
         if func is not to_host:  # what waits on the host is not in the device's memory
-            self._note_new(out, (args, kwargs))
+            self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term)
         return out
 
     def restart_peak(self) -> int:
@@ -100,7 +101,7 @@ class Meter(TorchDispatchMode):
         if is_fused_attention(func) and not arguments_by_name(func, args, kwargs).get("is_causal"):
             self.masked_flops += flops
 
-    def _note_new(self, out: Any, arguments: Any) -> None:
+    def _note_new(self, out: Any, arguments: Any, term: str) -> None:
         made = {key: storage for key, storage in _storages(out) if key not in self._sizes}
         if not made:
             return
@@ -108,9 +109,9 @@ class Meter(TorchDispatchMode):
         for key, storage in made.items():
             if key not in before:
                 size = storage.nbytes()
-                self._sizes[key] = size, self.term
+                self._sizes[key] = size, term
                 self.live += size
-                self.live_terms[self.term] += size
+                self.live_terms[term] += size
                 weakref.finalize(storage, self._note_freed, key)
         if self.live > self.peak:
             self.peak, self.peak_terms = self.live, dict(self.live_terms)
