@@ -48,8 +48,10 @@ def configuration(source: Any) -> Any:
 
 
 def _of_mapping(values: dict[str, Any], origin: str) -> Any:
-    from transformers import AutoConfig
-
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise PlanError("a configuration needs transformers", do="pip install 'streamfx[plan]'") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
     try:
