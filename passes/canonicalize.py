@@ -200,6 +200,10 @@ def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.constant_pad_nd.default, node.args[1], pad, value)
 
 
+def _filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.full_like.default, *node.args)
+
+
 def _double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     inner = node.args[0]
     if isinstance(inner, fx.Node) and inner.target is aten.t.default:
@@ -284,6 +288,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_ones.default: _filler(1),
     aten.new_full.default: _filler(None),
     aten.new_empty_strided.default: _filler(0),
+    aten.fill.Scalar: _filled,
     aten.slice_scatter.default: _written_over_filler,
     aten.new_empty.default: _filler(0),
     aten.gather.default: rows_of_matrix,

@@ -8,13 +8,14 @@ convolution_backward(dy, x, w)  ->  dx = convolution(dy, w, transposed)    rows 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.passes.building import GraphWriter
-from streamfx.passes.rules.convolution import window_of
+from streamfx.passes.rules.convolution import is_of_one_tap, window_of
 
 aten = torch.ops.aten
 
@@ -23,8 +24,7 @@ def split_backward(node: fx.Node, writer: GraphWriter) -> None:
     """Replace the results of a convolution's backward one by one."""
     arguments = bound_arguments(node)
     gradient, x, weight = (arguments[name] for name in ("grad_output", "input", "weight"))
-    is_one_dimensional = len(shape_of_node(x)) == 3 and window_of(arguments, shape_of_node(weight)[-1]) is not None
-    if not is_one_dimensional or arguments["output_mask"] == [False, True, False]:
+    if not _has_a_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
         return
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
@@ -39,5 +39,11 @@ def split_backward(node: fx.Node, writer: GraphWriter) -> None:
                 alone = writer.call(aten.convolution_backward.default, gradient, x, weight, *others, [False, True, False])
                 made = writer.call(operator.getitem, alone, 1)
             case _:
-                made = writer.call(aten.sum.dim_IntList, gradient, [0, 2])
+                dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
+                made = writer.call(aten.sum.dim_IntList, gradient, dims)
         user.replace_all_uses_with(made, propagate_meta=False)
+
+
+def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
+    taps = shape_of_node(weight)
+    return is_of_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and window_of(arguments, taps[-1]) is not None)

@@ -134,15 +134,20 @@ class _Analysis:
     # -- rows or keys
 
     def _orientation(self) -> dict[tuple[fx.Node, Letter], Role]:
-        """For operators with two sequence letters: which is rows and which is keys."""
-        parity, votes = _Parity(), dict[Hashable, int]()
+        """For operators with two sequence letters: which is rows and which is keys.
+
+        How a mask is made (row by row, in a loop) says so only where nothing that is computed does.
+        """
+        parity, votes = _Parity(), dict[Hashable, tuple[int, int]]()
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
         for node in pairs:
             self._relate(node, parity)
         for node in pairs:
             for letter, weight in self._evidence(node):
                 root, flipped = parity.find((node, letter))
-                votes[root] = votes.get(root, 0) + (-weight if flipped else weight)
+                computed, static = votes.get(root, (0, 0))
+                signed = -weight if flipped else weight
+                votes[root] = (computed, static + signed) if node in self.axes.static else (computed + signed, static)
         roles = {}
         for node in pairs:
             for letter in self._sequence_letters(node):
@@ -150,7 +155,7 @@ class _Analysis:
                 if root in parity.broken:
                     roles[node, letter] = Role.WHOLE
                 else:
-                    is_keys = (votes.get(root, -1) > 0) != bool(flipped)
+                    is_keys = (votes.get(root, (-1, 0)) > (0, 0)) != bool(flipped)
                     roles[node, letter] = Role.KEYS if is_keys else Role.ROWS
         return roles
 

@@ -22,6 +22,7 @@ from streamfx.ir.pieces import (
     ORDINARY,
     UNKNOWN,
     Const,
+    Fact,
     Ordinary,
     Pieces,
     Slope,
@@ -105,6 +106,8 @@ class Masks:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
             return self._added_product(node)
+        if target is aten.convolution.default:
+            return self._mixed_heads(node)
         if target is aten.sub.Tensor and self._is_less_a_number(node):
             return self._shifted(node)
         if target is aten.slice.Tensor:
@@ -128,6 +131,13 @@ class Masks:
         scaled = bool(node.kwargs)
         dtype = node.meta["val"].dtype
         return combined(lambda fact: everywhere(ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
+
+    def _mixed_heads(self, node: fx.Node) -> Pieces:
+        """A convolution of one tap adds up the heads at each place: of zeros it makes zeros."""
+        scores = self._operand(node.args[0], node)
+        keeps_zero = node.args[2] is None
+        known = (ORDINARY, Const(0.0)) if keeps_zero else (ORDINARY, ORDINARY)
+        return combined(lambda fact: everywhere(UNKNOWN if not _is_number(fact) else known[is_zero(fact)]), scores)
 
     def _is_less_a_number(self, node: fx.Node) -> bool:
         """Whether a computed number per row or per key is subtracted from a value with rows and keys."""
@@ -328,6 +338,10 @@ class Masks:
     def _affine_of(self, node: fx.Node) -> Affine | None:
         """The node as factor * index + offset along one dimension, where that is provable."""
         return affine_of(node, self._affine) if node in self._axes.static else None
+
+
+def _is_number(fact: Fact) -> bool:
+    return isinstance(fact, Ordinary) or is_zero(fact)
 
 
 def _computed_nodes(joint: JointGraph) -> set[fx.Node]:

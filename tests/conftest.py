@@ -1,10 +1,9 @@
-"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside transformers."""
+"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside models of packages."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ import torch
 
 from streamfx.passes.rules import RULES
 from tests.support.goldens import golden
-from tests.support.precision import widen_transformers
+from tests.support.precision import widen_models
 
 __all__ = ["golden"]
 
-if find_spec("transformers") is not None:
-    widen_transformers()
+widen_models()
 
 # pytest listens to loggers that do not propagate, and with a listener torch writes a trace of all that it compiles
 logging.getLogger("torch.__trace").propagate = True

@@ -16,6 +16,8 @@ signatures(
         aten.mv.default: "m k, k -> m",
         aten.dot.default: "k, k -> ",
         aten.vdot.default: "k, k -> ",
+        aten._cdist_forward.default: "... m k!, ... n k! -> ... m n",
+        aten._cdist_backward.default: "... m n, ... m k!, ... n k!, ... m n -> ... m k",
     }
 )
 

@@ -219,7 +219,14 @@ def constant_pad_nd(call: Call) -> Signature:
     return Signature((operand,), (result,), whole=whole)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
+@rule(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+)
 def split(call: Call) -> Signature:
     """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
     rank = len(call.shapes[0])

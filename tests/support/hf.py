@@ -1,4 +1,4 @@
-"""Tiny configurations of Hugging Face's decoders. Import after `widen_transformers()`."""
+"""Tiny configurations of Hugging Face's decoders. Import after `widen_models()`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads `float32` as `float64` in the source of transformers, so that rounding of inner casts hides nothing.
+"""Reads `float32` as `float64` in the source of packages of models, so that rounding of inner casts hides nothing.
 
-Import this module before transformers. Only the text of modules that are loaded afterwards changes.
+Import this module before those packages. Only the text of modules that are loaded afterwards changes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ WIDENED = (
     (re.compile(r"\btorch\.float\b(?!\d)"), "torch.float64"),
     (re.compile(r"\.float\(\)"), ".double()"),
 )
+WIDENED_PACKAGES = ("transformers", "x_transformers", "litgpt", "torchtitan")
 LEFT_ALONE = ("transformers.utils", "transformers.modeling_utils", "transformers.conversion")
 
 
@@ -41,7 +42,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith("transformers.") or fullname.startswith(LEFT_ALONE):
+        package, _, inner = fullname.partition(".")
+        if package not in WIDENED_PACKAGES or not inner or fullname.startswith(LEFT_ALONE):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -49,11 +51,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def widen_transformers() -> None:
+def widen_models() -> None:
     """Install the import hook; a no-op when it is there."""
-    loaded = [name for name in sys.modules if name.startswith("transformers.models.")]
+    loaded = [name for name in sys.modules if name.startswith(("transformers.models.", "x_transformers.", "litgpt.", "torchtitan."))]
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if loaded:
-        raise RuntimeError(f"transformers' models are already loaded ({loaded[0]}): install the hook first")
+        raise RuntimeError(f"models are already loaded ({loaded[0]}): install the hook first")
     sys.meta_path.insert(0, _Finder())

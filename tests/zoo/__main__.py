@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from tests.support.precision import widen_transformers
+from tests.support.precision import widen_models
 
-widen_transformers()
+widen_models()
 
 from tests.zoo.models import grouped_products_in_float64, model_types  # noqa: E402
 from tests.zoo.runs import LIMIT, ROWS, known, run, tidy  # noqa: E402

@@ -1,4 +1,4 @@
-"""Sample calls of convolutions over one axis."""
+"""Sample calls of convolutions over one axis, and over several whose kernel has one tap."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def convolutions(s: Sizes) -> Iterator[tuple[Any, ...]]:
     yield s.draw(s.b, 2 * s.d, s.t), s.draw(2 * s.k, s.d, taps), None, [1], causal, [1], False, [0], 2
     yield s.draw(s.b, 2 * s.d, s.t + 2), grouped, None, [1], causal, [1], True, [0], 2
     yield s.draw(s.b, s.d, s.t + 4), mixing, None, [1], [0], [1], False, [0], 1
+    yield s.draw(s.b, s.d, s.t, s.k), s.draw(s.v, s.d, 1, 1), s.draw(s.v), [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    yield s.draw(s.b, s.d, s.t, s.k), s.draw(s.d, 1, 1, 1), None, [1, 1], [0, 0], [1, 1], False, [0, 0], s.d
+    yield s.draw(s.b, s.d, s.t), s.draw(s.d, s.v, 1), None, [1], [0], [1], True, [0], 1
 
 
 def of_weight(s: Sizes, number: int) -> tuple[Any, ...]:
@@ -42,6 +45,6 @@ def of_weight_number(number: int) -> Sample:
     return lambda s: of_weight(s, number)
 
 
-for number in range(9):
+for number in range(12):
     sample(aten.convolution.default)(convolved(number))
     sample(aten.convolution_backward.default)(of_weight_number(number))
