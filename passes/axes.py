@@ -146,7 +146,8 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 def _is_static_input(node: fx.Node) -> bool:
     value: torch.Tensor = node.meta["val"]
-    return not (value.is_floating_point() or value.is_complex()) or value.dim() <= 1
+    is_vector = sum(size != 1 for size in value.shape) <= 1
+    return not (value.is_floating_point() or value.is_complex()) or is_vector
 
 
 def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from streamfx.constants import LARGE
 from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
-from streamfx.ir.pieces import Const
+from streamfx.ir.pieces import NUMBERS, Const
 from streamfx.passes.fillers import FILLERS
 from streamfx.passes.intervals import STAYS_ORDINARY, filled
 from streamfx.passes.linear import MOVES_ELEMENTS
 
 aten = torch.ops.aten
 
-LARGE = 1e4  # numbers below are no stand-ins for infinity
 POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 STAYS_FINITE = (
     (STAYS_ORDINARY - {aten.div.Tensor})
@@ -33,7 +33,7 @@ STAYS_FINITE = (
 
 
 def finite_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Integers, positions and plain constants, and what operators make of them that know no infinity."""
+    """Integers, positions, plain constants and buffers of plain numbers, and what operators make of them that know no infinity."""
     finite: set[fx.Node] = set()
     for node in (*joint.sources, *joint.nodes):
         if is_tensor(node) and (_is_start(node) or _is_kept(node, finite)):
@@ -42,6 +42,8 @@ def finite_nodes(joint: JointGraph) -> set[fx.Node]:
 
 
 def _is_start(node: fx.Node) -> bool:
+    if node.meta.get("streamfx_pattern") == NUMBERS:
+        return True
     dtype: torch.dtype = node.meta["val"].dtype
     if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
         return True

@@ -170,10 +170,10 @@ def _or(left: Fact, right: Fact) -> Pieces | None:
 def _where(condition: Fact, yes: Fact, no: Fact) -> Pieces | None:
     if isinstance(condition, Const):
         return everywhere(yes if condition.value else no)
-    return everywhere(_either(yes, no))
+    return everywhere(either(yes, no))
 
 
-def _either(one: Fact, other: Fact) -> Fact:
+def either(one: Fact, other: Fact) -> Fact:
     if one == other:
         return one
     plain = all(isinstance(fact, Ordinary) or (isinstance(fact, Const) and abs(fact.value) < 1e4) for fact in (one, other))

@@ -19,6 +19,7 @@ from streamfx.ir.joint import (
     tensor_operands,
 )
 from streamfx.ir.pieces import (
+    NUMBERS,
     ORDINARY,
     UNKNOWN,
     Const,
@@ -33,7 +34,7 @@ from streamfx.ir.pieces import (
 from streamfx.ir.sizes import size_of
 from streamfx.passes.fillers import FILLERS
 from streamfx.passes.finite import finite_nodes
-from streamfx.passes.intervals import COMPARISONS, evaluate, filled, is_minus_infinity, is_zero, ordinary
+from streamfx.passes.intervals import COMPARISONS, either, evaluate, filled, is_minus_infinity, is_zero, ordinary
 from streamfx.passes.linear import CONTRACTIONS, MOVES_ELEMENTS, is_random
 from streamfx.passes.positions import Affine, affine_of
 from streamfx.passes.rules.attention import M, N
@@ -41,7 +42,8 @@ from streamfx.passes.rules.registry import broadcast, rule_for
 
 aten = torch.ops.aten
 
-PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default}
+PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default, aten._cdist_forward.default, aten.embedding.default}
+ADDS_UP = {aten.sum.dim_IntList, aten.mean.dim}
 ADDS_PRODUCT = {aten.baddbmm.default, aten.addmm.default}
 
 
@@ -55,7 +57,7 @@ class Masks:
         self._affine: dict[fx.Node, Affine | None] = {}
         self._computed = _computed_nodes(joint) | finite_nodes(joint)
         self._patterns: dict[fx.Node, Pieces] = {
-            node: node.meta["streamfx_pattern"] for node in joint.sources if "streamfx_pattern" in node.meta
+            node: node.meta["streamfx_pattern"] for node in joint.sources if node.meta.get("streamfx_pattern", NUMBERS) != NUMBERS
         }
         for node in joint.nodes:
             if is_tensor(node):
@@ -106,8 +108,10 @@ class Masks:
             return everywhere(ORDINARY)
         if target in ADDS_PRODUCT:
             return self._added_product(node)
-        if target is aten.convolution.default:
-            return self._mixed_heads(node)
+        if target in ADDS_UP:
+            return self._added_up(node, keeps_zero=True)
+        if target is aten.convolution.default:  # of one tap
+            return self._added_up(node, keeps_zero=node.args[2] is None)
         if target is aten.sub.Tensor and self._is_less_a_number(node):
             return self._shifted(node)
         if target is aten.slice.Tensor:
@@ -122,7 +126,10 @@ class Masks:
         if target in FILLERS:
             return everywhere(filled(node))
         if target is aten.index.Tensor:
-            return everywhere(UNKNOWN)
+            source = node_argument(node)
+            return everywhere(ORDINARY if source in self._computed and not self._is_pair(source) else UNKNOWN)
+        if target is aten.constant_pad_nd.default:
+            return self._padded(node)
         return self._elementwise(node)
 
     def _added_product(self, node: fx.Node) -> Pieces:
@@ -132,12 +139,20 @@ class Masks:
         dtype = node.meta["val"].dtype
         return combined(lambda fact: everywhere(ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
 
-    def _mixed_heads(self, node: fx.Node) -> Pieces:
-        """A convolution of one tap adds up the heads at each place: of zeros it makes zeros."""
+    def _added_up(self, node: fx.Node, keeps_zero: bool) -> Pieces:
+        """A sum over heads or the batch at each place: of zeros it makes zeros."""
         scores = self._operand(node.args[0], node)
-        keeps_zero = node.args[2] is None
         known = (ORDINARY, Const(0.0)) if keeps_zero else (ORDINARY, ORDINARY)
         return combined(lambda fact: everywhere(UNKNOWN if not _is_number(fact) else known[is_zero(fact)]), scores)
+
+    def _padded(self, node: fx.Node) -> Pieces:
+        """More heads, all of whose scores are one number; padded rows or keys would move delta."""
+        source, signature = node_argument(node), self._axes.signatures.get(node)
+        moved = set(self._roles_by_dim(node)) & {i for i, dim in enumerate(signature.results[0]) if dim[0] in signature.shifts} if signature else {0}
+        fill = Const(bound_arguments(node)["value"])
+        if moved or not self._is_pair(source):
+            return everywhere(UNKNOWN)
+        return combined(lambda fact: everywhere(either(fact, fill)), self._operand(source, node))
 
     def _is_less_a_number(self, node: fx.Node) -> bool:
         """Whether a computed number per row or per key is subtracted from a value with rows and keys."""
@@ -254,7 +269,8 @@ class Masks:
         """A slice that starts at the first row keeps delta; another start would shift it."""
         signature = self._axes.signatures.get(node)
         starts = [start for _, start in signature.shifts.values()] if signature is not None else [None]
-        return self.of(source) if all(start == 0 for start in starts) else everywhere(UNKNOWN)
+        known = self.of(source) if source in self._pieces else self._operand(source, node)
+        return known if not known.cuts or all(start == 0 for start in starts) else everywhere(UNKNOWN)
 
     def _triangle(self, node: fx.Node) -> Pieces:
         source, diagonal = node.args[0], node.args[1] if len(node.args) > 1 else 0

@@ -1,4 +1,4 @@
-"""Inputs that hold a mask: buffers whose values are read once, as a pattern of rows and keys, and watched from then on."""
+"""Inputs that hold a mask, or a few numbers: buffers whose values are read once, as a pattern of rows and keys, and watched."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from streamfx.ir.pieces import ORDINARY, UNKNOWN, Const, Fact, Pieces, joined
+from streamfx.ir.pieces import NUMBERS, ORDINARY, UNKNOWN, Const, Fact, Pieces, joined
 
 MOST_PIECES = 16
+MOST_NUMBERS = 1024
+LARGE = 1e4  # numbers below are no stand-ins for infinity
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
     """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
 
-    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above.
+    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. A few plain numbers,
+    such as a slope for each head, are said to be just that.
     """
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or tensor.dim() < 2:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or type(tensor) not in (Tensor, torch.nn.Buffer):
         return None
-    n = tensor.shape[-1]
-    if tensor.shape[-2] != n or n < 2 or tensor.is_complex() or type(tensor) not in (Tensor, torch.nn.Buffer):
+    if _are_few_numbers(tensor):
+        return NUMBERS
+    n = tensor.shape[-1] if tensor.dim() > 1 else 0
+    if n < 2 or tensor.shape[-2] != n or tensor.is_complex():
         return None
     values = tensor.detach().reshape(-1, n, n)
     same_everywhere = bool((values == values[:1]).all())
@@ -33,9 +38,17 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
     above = _constant_above(values, 1)
     below = _constant_above(values.transpose(1, 2), 1)
     if above is None and below is None:
-        return None
+        return NUMBERS if tensor.is_floating_point() and bool((values.abs() < LARGE).all()) else None
     inside: Fact = ORDINARY if bool(values.isfinite().all()) else UNKNOWN
     return joined((0, 1), (below or inside, UNKNOWN, above or inside))
+
+
+def _are_few_numbers(tensor: Tensor) -> bool:
+    """Whether nothing in a small tensor stands in for infinity. One that has two equal dimensions may be a mask."""
+    wide = [size for size in tensor.shape if size > 1]
+    if not tensor.is_floating_point() or tensor.numel() > MOST_NUMBERS or len(set(wide)) < len(wide):
+        return False
+    return bool((tensor.detach().abs() < LARGE).all())
 
 
 def _toeplitz(values: Tensor) -> Pieces | None:

@@ -78,6 +78,9 @@ def everywhere(fact: Fact) -> Pieces:
     return Pieces((), (fact,))
 
 
+NUMBERS = everywhere(ORDINARY)  # what is known of a tensor of plain numbers, without rows and keys
+
+
 def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
     """Pieces with equal neighbours merged."""
     kept_cuts: list[int] = []
