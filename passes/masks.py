@@ -148,10 +148,10 @@ class Masks:
     def _padded(self, node: fx.Node) -> Pieces:
         """More heads, all of whose scores are one number; padded rows or keys would move delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
-        moved = set(self._roles_by_dim(node)) & {i for i, dim in enumerate(signature.results[0]) if dim[0] in signature.shifts} if signature else {0}
-        fill = Const(bound_arguments(node)["value"])
-        if moved or not self._is_pair(source):
+        moves = signature is None or any(letter in signature.shifts for letter in self._demand.roles.get(node, {}))
+        if moves or not self._is_pair(source):
             return everywhere(UNKNOWN)
+        fill = Const(bound_arguments(node)["value"])
         return combined(lambda fact: everywhere(either(fact, fill)), self._operand(source, node))
 
     def _is_less_a_number(self, node: fx.Node) -> bool:
