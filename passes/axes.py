@@ -26,6 +26,7 @@ from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.joined import as_sums_of_paddings, joins_along_sequence
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
+from streamfx.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
 
@@ -55,6 +56,8 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
+        if any(isinstance(node.target, HigherOrderOperator) for node in facts.joint.nodes):
+            return replace(facts, axes=AxisFacts(AxisTable(), {}, {}, {}, {}, {}, frozenset()))
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
         if split := _split_axes(facts.joint, axes):

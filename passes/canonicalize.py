@@ -24,6 +24,7 @@ from streamfx.passes.convolutions import split_backward
 from streamfx.passes.dropped_column import drop_columns
 from streamfx.passes.experts import PRODUCTS
 from streamfx.passes.fillers import fill_of
+from streamfx.passes.flex import write_out_flex
 from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.identities import IDENTITIES
@@ -63,6 +64,8 @@ class Canonicalize:
 
 def canonicalize(graph: fx.Graph) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are."""
+    write_out_flex(graph)
+    _drop_unused(graph)
     writer = GraphWriter(graph)
     known: dict[Any, fx.Node] = {}
     existing = set(graph.nodes)

@@ -52,7 +52,7 @@ def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
     """Replace constants that hold one number by that number, so that masks made from it can be read."""
     for node in graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
-        if value.dim() > 0 or isinstance(value, FakeTensor):
+        if isinstance(value, fx.GraphModule) or value.dim() > 0 or isinstance(value, FakeTensor):
             continue
         with graph.inserting_before(node), unset_fake_temporarily():
             keywords = {"dtype": value.dtype, "device": value.device}
@@ -63,8 +63,11 @@ def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
 
 
 def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
-    """Hold a constant that tracing found in the node itself: the graph's copy has no module to look it up in."""
-    value: torch.Tensor = operator.attrgetter(str(node.target))(module)
+    """Hold a constant or a function that tracing found in the node itself: the graph's copy has no module to look it up in."""
+    value = operator.attrgetter(str(node.target))(module)
+    if isinstance(value, fx.GraphModule):
+        node.meta["streamfx_graph"] = value
+        return
     node.meta["streamfx_constant"] = value
     node.meta.setdefault("val", value)
     if (pattern := pattern_of(value)) is not None:

@@ -14,8 +14,12 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
+from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines what is next looked up)
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
+from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13
+from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
+from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
@@ -24,8 +28,12 @@ __all__ = [
     "DISABLED_TORCH_FUNCTION",
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
+    "FLEX_ATTENTION",
+    "FLEX_ATTENTION_BACKWARD",
     "SET_GRAD",
+    "ZEROS_AND_SCATTER",
     "FakeTensor",
+    "HigherOrderOperator",
     "aot_autograd",
     "compile_with_inductor",
     "default_partition",
@@ -46,6 +54,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
+ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
 SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
 
 

@@ -12,6 +12,7 @@ from streamfx.passes.linear import CONTRACTIONS
 from streamfx.passes.naming import source_line
 from streamfx.passes.rules.registry import rule_for
 from streamfx.report.memory import bytes_like
+from streamfx.torch_private import HigherOrderOperator
 
 MOST = 160  # characters of an unexpected error that a report shows
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
@@ -68,4 +69,7 @@ def why_no_stages(facts: Facts) -> str:
     failed = facts.notes.get("failed")
     if failed:
         return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+    functions = {str(node.target) for node in facts.joint.nodes if isinstance(node.target, HigherOrderOperator)}
+    if functions:
+        return f"{', '.join(sorted(functions))} calls a function that cannot be written out in plain operators; {OTHER}"
     return f"no dimension of this graph can be streamed: no attention, no sum over a long dimension; {NO_SEQUENCE}"
