@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,7 @@ def _unbounded(function: Callable[..., tuple[int, int]], part: int) -> Callable[
 
 
 _FUNCTIONS: dict[str, Any] = {
+    "math": math,
     "member_start": _unbounded(member_bounds, 0),
     "member_count": _unbounded(member_bounds, 1),
     "shifted_start": _unbounded(shifted_bounds, 0),
