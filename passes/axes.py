@@ -260,17 +260,21 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
 
+    Views and results take their memory all the same.
+
     Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
     """
     gain: dict[Atom, int] = defaultdict(int)
     barred: set[Atom] = set()
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
+    stays = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
         for letter in signature.whole - signature.scans.keys() - signature.single.keys():
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
+            saves = node not in stays and not is_moved_elements(node)
             for shape in axes.results[node]:
-                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape))
+                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if saves else 0
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
                     gain[atom] += numel
     for node in joint.primals:
@@ -278,8 +282,19 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
             barred |= _atoms(node, axes)
     sequences = own & ordered & gain.keys()
     candidates = sequences or (gain.keys() - barred)
-    ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], -numeric(axes.table.size(a)), -a))
+    inner = _innermost_axes(joint, axes)
+    ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], a in inner, -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
+
+
+def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes along which the elements of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
+    shapes = [axes.shapes[node] for node in joint.primals if is_tensor(node) and len(axes.shapes[node]) > 1]
+    last, others = (
+        {atom for dim in dims for atom in axes.table.resolve(dim)}
+        for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
+    )
+    return last - others
 
 
 def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:

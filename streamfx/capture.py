@@ -70,5 +70,7 @@ def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
         return
     node.meta["streamfx_constant"] = value
     node.meta.setdefault("val", value)
-    if (pattern := pattern_of(value)) is not None:
+    with unset_fake_temporarily():
+        pattern = pattern_of(value)
+    if pattern is not None:
         node.meta["streamfx_pattern"] = pattern

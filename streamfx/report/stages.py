@@ -45,9 +45,14 @@ class StageReport:
 def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
     """The stages of a graph that have work along the sequence."""
     if facts.program is None:
-        return [_whole_graph(facts, graph)]
+        return [_whole_graph(facts, graph)] if computes(facts) else []
     view = _View(facts, graph, costs)
     return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
+
+
+def computes(facts: Facts) -> bool:
+    """Whether a graph does more than make positions, masks and tables: a break in the code may leave those by themselves."""
+    return facts.axes is None or not facts.axes.static.issuperset(facts.joint.nodes)
 
 
 def _whole_graph(facts: Facts, graph: int) -> StageReport:
