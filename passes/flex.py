@@ -125,24 +125,25 @@ class _Call:
         plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
         used = {user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)}
         asks_more = self.backward is not None and (self.backward.args[6] is not None or self.gives_to_buffers())
-        return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.added() is not None
+        return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.addition != "other"
 
     def gives_to_buffers(self) -> bool:
         assert self.backward is not None
         joint = self.backward.args[8].meta["streamfx_graph"]  # type: ignore[union-attr]
         return any(item is not None for item in joint.graph.output_node().args[0][5:])
 
-    def added(self) -> tuple[Any, ...] | None:
-        """What the score function adds to the score: nothing, or one value of its function; None where it does anything else."""
+    @cached_property
+    def addition(self) -> str:
+        """What the score function does with the score: "none", "sum" where it adds something to it, "other"."""
         function: fx.GraphModule = self.score.meta["streamfx_graph"]  # type: ignore[union-attr]
         score, *_ = function.graph.find_nodes(op="placeholder")
         result = function.graph.output_node().args[0]
         if result is score:
-            return ()
-        adds = isinstance(result, fx.Node) and result.target is aten.add.Tensor and not result.kwargs and len(score.users) == 1
-        if not adds or score not in result.args or result.args[0] is result.args[1]:  # type: ignore[union-attr]
-            return None
-        return tuple(item for item in result.args if item is not score)  # type: ignore[union-attr]
+            return "none"
+        if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
+            return "other"
+        added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
+        return "sum" if added.count(score) == 1 and result.args.count(score) == 1 else "other"
 
     # -- replacing
 
@@ -184,9 +185,8 @@ class _Fused:
     def _bias(self) -> fx.Node | None:
         call, write = self.call, self.call.writer.call
         dtype = call.query.meta["val"].dtype  # type: ignore[union-attr]
-        added = call.added()
         bias: Any = None
-        if added:
+        if call.addition == "sum":
             zero = call.number(0.0, dtype)
             bias = call.applied(call.score, [zero, *call.grid, *call.score_values])  # type: ignore[arg-type,misc]
             bias = bias.node if isinstance(bias, Lifted) else bias

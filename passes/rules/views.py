@@ -34,7 +34,10 @@ def view(call: Call) -> Signature | None:
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
-        taken, made = _step(call, old, new)
+        step = _step(call, old, new)
+        if step is None:
+            return None
+        taken, made = step
         is_same = old[:taken] == new[:made]
         own = [next(numbers) for _ in range(taken)]
         other = own if is_same else [next(numbers) for _ in range(made)]
@@ -45,11 +48,13 @@ def view(call: Call) -> Signature | None:
     return Signature((_grouped(operand, before),), (_grouped(result, groups),), atoms=atoms, whole=frozenset(whole))
 
 
-def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int]:
+def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
     """How many atoms at the front of both sides are the same elements: one and one, or an axis and its two blocks."""
     if old[0] == new[0]:
         return 1, 1
-    return (1, 2) if call.axes.are_blocks(old[0], tuple(new[:2])) else (2, 1)
+    if call.axes.are_blocks(old[0], tuple(new[:2])):
+        return 1, 2
+    return (2, 1) if call.axes.are_blocks(new[0], tuple(old[:2])) else None
 
 
 def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
