@@ -255,7 +255,7 @@ def test_transformers(model_type: str, attention: set[str], warnings_that_do_not
 
     model = getattr(hf, model_type)(attn_implementation="eager")
     ids = torch.randint(3, 23, (2, 19))
-    given = {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(19) < torch.tensor([19, 13])[:, None]).long()}
+    given = {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(19) < torch.tensor([19, 17])[:, None]).long()}  # fewer than a window
     truth = outcome(model.double(), model, given)
     own, backend = copy.deepcopy(model), recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"
