@@ -1,9 +1,9 @@
 """A function of one score, written out for all scores [b h m n] at once.
 
 Score and mask functions are graphs of 0-dimensional operators on a score and its four indices. Each value in them that depends
-on those gets four dimensions in front, of size one where it does not vary: what is made of row and key numbers alone is [1 1 m n].
+on those gets four dimensions in front, of size one where it does not vary: what row and key numbers alone make is [1 1 m n].
 
-    f(score, b, h, m, n) = score + slopes[h] * (n - m)   ->   scores + index(slopes, [1 h 1 1]) * (keys [1 1 1 n] - rows [1 1 m 1])
+    f(score, b, h, m, n) = score + slopes[h] * (n - m)   ->   scores + slopes[heads [1 h 1 1]] * (keys [1 1 1 n] - rows [1 1 m 1])
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.rules.registry import is_tagged_pointwise
 from streamfx.torch_private import ZEROS_AND_SCATTER
@@ -22,7 +22,7 @@ from streamfx.torch_private import ZEROS_AND_SCATTER
 aten = torch.ops.aten
 
 GRID = 4
-ELEMENTWISE = {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
+COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 FILLED: dict[Any, Any] = {
     aten.full_like.default: None,
     aten.new_full.default: None,
@@ -82,24 +82,30 @@ def _constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
 
 def _applied(node: fx.Node, known: dict[fx.Node, Value], writer: GraphWriter) -> Value:
     values = [known[source] for source in node.all_input_nodes]
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
+    args, kwargs = arguments
     target = node.target
+    varies = any(isinstance(value, (Lifted, LookedInto)) for value in values)
     if target is ZEROS_AND_SCATTER:
-        return _scattered(*fx.node.map_arg(node.args, lambda source: known[source]), writer)
+        return _scattered(*args, writer)
     if target in FILLED:
         return _filled(node, writer)
-    if target is aten.index.Tensor and (any(isinstance(value, (Lifted, LookedInto)) for value in values)):
-        return _looked_up(*fx.node.map_arg(node.args, lambda source: known[source]), writer)
-    if not any(isinstance(value, (Lifted, LookedInto)) for value in values):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
+    if not varies:
         return writer.call(target, *args, **kwargs)
-    if not (is_tagged_pointwise(target) or target in ELEMENTWISE) or any(isinstance(value, LookedInto) for value in values):
-        raise CannotWriteOut(str(target))
-    if any(isinstance(value, Lifted) and len(shape_of_node(value.node)) != GRID for value in values):
-        raise CannotWriteOut(f"{target} on parts of a tensor")
-    if target in (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default):
+    if target is aten.index.Tensor:
+        return _looked_up(*args, writer)
+    if target in COPIES:
         return values[0]
+    if not all(_is_number(value) for value in values) or not (is_tagged_pointwise(target) or target is aten._to_copy.default):
+        raise CannotWriteOut(str(target))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _plain(known[source]))
     return Lifted(writer.call(target, *args, **kwargs))
+
+
+def _is_number(value: Value) -> bool:
+    """Whether a value has no dimensions of its own."""
+    rank = len(shape_of_node(value.node)) - GRID if isinstance(value, Lifted) else -1
+    return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
 
 
 def _plain(value: Value) -> Any:

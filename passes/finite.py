@@ -33,7 +33,7 @@ STAYS_FINITE = (
 
 
 def finite_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Integers, positions, plain constants and buffers of plain numbers, and what operators make of them that know no infinity."""
+    """Integers, positions, constants and buffers of plain numbers, and what operators make of them that know no infinity."""
     finite: set[fx.Node] = set()
     for node in (*joint.sources, *joint.nodes):
         if is_tensor(node) and (_is_start(node) or _is_kept(node, finite)):

@@ -62,16 +62,19 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.writer = GraphWriter(self.graph)
-        self.query, self.key, self.value, self.score, mask, self.scale, _, self.score_values, self.mask_values = self.node.args
-        self.mask = mask[-1]  # type: ignore[index]
+        arguments: Any = self.node.args
+        self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
+        self.mask: fx.Node = blocks[-1]
         self.backward = _backward_of(self.node)
+        given: Any = (None,) * 9 if self.backward is None else self.backward.args
+        self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
 
     def write_out(self) -> None:
         """Both halves, or neither: nothing is replaced before all is written."""
-        if self.query.meta["val"].shape[0] != self.key.meta["val"].shape[0]:  # type: ignore[union-attr]
+        if self.query.meta["val"].shape[0] != self.key.meta["val"].shape[0]:
             raise CannotWriteOut("one batch of keys for all queries")
         self.writer.before(self.node)
-        self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])  # type: ignore[misc]
+        self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
         form = _Fused(self) if self.is_fused() else _Spelled(self)
         results = form.forward()
         gradients = None
@@ -89,12 +92,12 @@ class _Call:
     @cached_property
     def grid(self) -> list[Lifted]:
         """Numbers of batch, head, row and key."""
-        (b, h, m, _), n = self.query.meta["val"].shape, self.key.meta["val"].shape[2]  # type: ignore[union-attr]
+        (b, h, m, _), n = self.query.meta["val"].shape, self.key.meta["val"].shape[2]
         return [Lifted(self.numbers(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
     def numbers(self, size: Any, dim: int) -> fx.Node:
         size = self.size(size)
-        made = self.writer.call(aten.arange.default, size, device=self.query.meta["val"].device)  # type: ignore[union-attr]
+        made = self.writer.call(aten.arange.default, size, device=self.query.meta["val"].device)
         return self.writer.call(aten.reshape.default, made, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
@@ -115,27 +118,28 @@ class _Call:
         return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
 
     def number(self, value: float, dtype: torch.dtype) -> fx.Node:
-        return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta["val"].device)  # type: ignore[union-attr]
+        return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta["val"].device)
 
     # -- which form
 
     def is_fused(self) -> bool:
         """Whether a kernel can do it: the score is at most added to, and only the result is used."""
-        query, key, value = (item.meta["val"] for item in (self.query, self.key, self.value))  # type: ignore[union-attr]
+        query, key, value = (item.meta["val"] for item in (self.query, self.key, self.value))
         plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
-        used = {user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)}
-        asks_more = self.backward is not None and (self.backward.args[6] is not None or self.gives_to_buffers())
+        used = {
+            user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)
+        }
+        asks_more = self.backward is not None and (self.of_lse is not None or self.gives_to_buffers())
         return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.addition != "other"
 
     def gives_to_buffers(self) -> bool:
-        assert self.backward is not None
-        joint = self.backward.args[8].meta["streamfx_graph"]  # type: ignore[union-attr]
-        return any(item is not None for item in joint.graph.output_node().args[0][5:])
+        results = self.joint.meta["streamfx_graph"].graph.output_node().args[0]
+        return any(item is not None for item in results[5:])
 
     @cached_property
     def addition(self) -> str:
         """What the score function does with the score: "none", "sum" where it adds something to it, "other"."""
-        function: fx.GraphModule = self.score.meta["streamfx_graph"]  # type: ignore[union-attr]
+        function: fx.GraphModule = self.score.meta["streamfx_graph"]
         score, *_ = function.graph.find_nodes(op="placeholder")
         result = function.graph.output_node().args[0]
         if result is score:
@@ -149,8 +153,8 @@ class _Call:
 
     def replace(self, node: fx.Node, results: Sequence[Any]) -> None:
         for user in list(node.users):
-            position = user.args[1]
-            made = results[position]  # type: ignore[index]
+            position: Any = user.args[1]
+            made = results[position]
             if isinstance(made, tuple):
                 self.replace(user, made)
             elif made is None and user.users:
@@ -184,28 +188,28 @@ class _Fused:
 
     def _bias(self) -> fx.Node | None:
         call, write = self.call, self.call.writer.call
-        dtype = call.query.meta["val"].dtype  # type: ignore[union-attr]
+        dtype = call.query.meta["val"].dtype
         bias: Any = None
         if call.addition == "sum":
             zero = call.number(0.0, dtype)
-            bias = call.applied(call.score, [zero, *call.grid, *call.score_values])  # type: ignore[arg-type,misc]
+            bias = call.applied(call.score, [zero, *call.grid, *call.score_values])
             bias = bias.node if isinstance(bias, Lifted) else bias
             bias = write(aten._to_copy.default, bias, dtype=dtype)
         if not call.sees_all:
             visible = call.visible.node if isinstance(call.visible, Lifted) else call.visible
-            bias = write(aten.where.self, visible, call.number(0.0, dtype) if bias is None else bias, call.number(-math.inf, dtype))
+            bias = write(
+                aten.where.self, visible, call.number(0.0, dtype) if bias is None else bias, call.number(-math.inf, dtype)
+            )
         if bias is not None and not shape_of_node(bias):
             raise CannotWriteOut("a mask that is the same number everywhere")
         return bias
 
     def backward(self) -> tuple[Any, ...]:
         call, write = self.call, self.call.writer.call
-        assert call.backward is not None
-        gradient = call.backward.args[5]
-        if gradient is None:
+        if call.of_result is None:
             raise CannotWriteOut("no gradient of the result")
-        made = write(ATTENTION_BACKWARD, gradient, call.query, call.key, call.value, self.out, self.lse, **self.options)
-        nothing = (None,) * len(call.score_values)  # type: ignore[arg-type]
+        made = write(ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options)
+        nothing = (None,) * len(call.score_values)
         return (*(write(operator.getitem, made, i) for i in range(3)), nothing)
 
 
@@ -218,10 +222,10 @@ class _Spelled:
     def __post_init__(self) -> None:
         call = self.call
         self.write = call.writer.call
-        self.dtype = call.query.meta["val"].dtype  # type: ignore[union-attr]
+        self.dtype = call.query.meta["val"].dtype
         self.precision = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.groups = call.key.meta["val"].shape[1]  # type: ignore[union-attr]
-        self.repeats = call.query.meta["val"].shape[1] // self.groups  # type: ignore[union-attr]
+        self.groups = call.key.meta["val"].shape[1]
+        self.repeats = call.query.meta["val"].shape[1] // self.groups
 
     def forward(self) -> tuple[Any, ...]:
         call, write = self.call, self.write
@@ -229,7 +233,7 @@ class _Spelled:
         keys = write(aten.transpose.int, self._wide(self.keys), 2, 3)
         scores = self._product(self._wide(call.query), keys)
         self.scores = write(aten.mul.Tensor, scores, call.scale)
-        modified = call.applied(call.score, [Lifted(self.scores), *call.grid, *call.score_values])  # type: ignore[arg-type,misc]
+        modified = call.applied(call.score, [Lifted(self.scores), *call.grid, *call.score_values])
         shown = write(aten._to_copy.default, _node(modified), dtype=self.precision)
         shown = self._where_visible(shown, -math.inf)
         self.weights = write(aten._safe_softmax.default, shown, -1)
@@ -240,13 +244,10 @@ class _Spelled:
 
     def backward(self) -> tuple[Any, ...]:
         call, write = self.call, self.write
-        assert call.backward is not None
-        gradient, of_lse, joint = call.backward.args[5], call.backward.args[6], call.backward.args[8]
-        of_value = self._no_product() if gradient is None else self._of_value(gradient)
-        wanted = self._of_weights(gradient, of_lse)
-        buffers = call.score_values
-        arguments = [Lifted(self.scores), *call.grid, Lifted(wanted), *buffers]  # type: ignore[misc]
-        of_score, _, _, _, _, *of_buffers = call.applied(joint, arguments)  # type: ignore[arg-type]
+        of_value = write(aten.zeros_like.default, call.value) if call.of_result is None else self._of_value(call.of_result)
+        wanted = self._of_weights(call.of_result, call.of_lse)
+        arguments = [Lifted(self.scores), *call.grid, Lifted(wanted), *call.score_values]
+        of_score, _, _, _, _, *of_buffers = call.applied(call.joint, arguments)
         scaled = self._narrow(write(aten.mul.Tensor, _node(of_score), call.scale))
         scaled = self._where_visible(scaled, 0.0)
         of_query = self._product(scaled, self.keys)
@@ -257,9 +258,6 @@ class _Spelled:
     def _of_value(self, gradient: Any) -> fx.Node:
         weights = self.write(aten.transpose.int, self._narrow(self.weights), 2, 3)
         return self._for_groups(self._product(weights, gradient))
-
-    def _no_product(self) -> fx.Node:
-        return self.write(aten.zeros_like.default, self.call.value)
 
     def _of_weights(self, gradient: Any, of_lse: Any) -> fx.Node:
         """The gradient of the scores that go into the softmax."""

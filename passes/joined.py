@@ -1,11 +1,10 @@
 """Values joined along the sequence, as a sum of paddings: each has rows at a place of its own.
 
-    cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)
+cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -36,7 +35,12 @@ def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
 def _fits(node: fx.Node, operand: fx.Node, dim: int) -> bool:
     """Whether a padded operand can be added to the others."""
     own, value = operand.meta["val"], node.meta["val"]
-    return bool(own.dtype == value.dtype and value.dtype.is_floating_point and own.dim() == value.dim() and isinstance(own.shape[dim], int))
+    return bool(
+        own.dtype == value.dtype
+        and value.dtype.is_floating_point
+        and own.dim() == value.dim()
+        and isinstance(own.shape[dim], int)
+    )
 
 
 def as_sums_of_paddings(joint: JointGraph, joins: list[fx.Node]) -> JointGraph:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
-from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines what is next looked up)
+from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13

@@ -1,4 +1,4 @@
-"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside models of packages."""
+"""Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside packages."""
 
 from __future__ import annotations
 

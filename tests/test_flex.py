@@ -75,7 +75,8 @@ class Decoder(nn.Module):
         if self.mask is not None:
             block_mask = flex.create_block_mask(self.mask(documents), batch, None, length, length, device="cpu")
         for block in self.blocks:
-            x = block(x, None if self.score is None else self.score(block), block_mask, **self.options)
+            score = None if self.score is None else self.score(block)  # type: ignore[arg-type]
+            x = block(x, score, block_mask, **self.options)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -145,7 +146,7 @@ MASKS = {
 
 
 def slopes(block: Block) -> Score:
-    return lambda score, b, h, row, key: score - block.fixed[h] * (row - key)
+    return lambda score, b, h, row, key: score - block.fixed[h] * (row - key)  # type: ignore[index]
 
 
 def learned_slopes(block: Block) -> Score:
@@ -220,7 +221,7 @@ def test_what_cannot_be_written_out_runs_whole() -> None:
     """A sum inside of the score function has no form for all scores at once."""
 
     def score(block: Block) -> Score:
-        return lambda score, b, h, row, key: score + block.fixed.unsqueeze(0).expand(3, -1)[row % 3].sum()
+        return lambda score, b, h, row, key: score + block.slopes.unsqueeze(0).expand(3, -1)[row % 3].sum()
 
     model = Decoder(causal, score).double()
     report = compare(model, inputs(), streams=None)
@@ -255,7 +256,11 @@ def test_transformers(model_type: str, attention: set[str], warnings_that_do_not
 
     model = getattr(hf, model_type)(attn_implementation="eager")
     ids = torch.randint(3, 23, (2, 19))
-    given = {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(19) < torch.tensor([19, 17])[:, None]).long()}  # fewer than a window
+    given = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": (torch.arange(19) < torch.tensor([19, 17])[:, None]).long(),
+    }  # fewer than a window
     truth = outcome(model.double(), model, given)
     own, backend = copy.deepcopy(model), recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"

@@ -1,4 +1,4 @@
-"""Decoders of other packages: exact in float64, and every attention, MLP and head streams. A spread each time, all with --long."""
+"""Decoders of other packages: exact, and every attention, MLP and head streams. A spread each time, all with --long."""
 
 from __future__ import annotations
 

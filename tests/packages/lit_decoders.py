@@ -54,7 +54,9 @@ MORE: dict[str, tuple[Builder, set[str]]] = {
     "falcon": (gpt(rotary_percentage=1.0, bias=False, n_query_groups=1, shared_attention_norm=True), CAUSAL),
     "qwen 3": (gpt(**LLAMA, n_query_groups=2, norm_qk=True), CAUSAL),
     "olmo 2": (
-        gpt(**LLAMA, norm_1=False, norm_2=False, norm_qk=True, norm_qk_type="olmo2", post_attention_norm=True, post_mlp_norm=True),
+        gpt(
+            **LLAMA, norm_1=False, norm_2=False, norm_qk=True, norm_qk_type="olmo2", post_attention_norm=True, post_mlp_norm=True
+        ),
         CAUSAL,
     ),
     "gemma 3": (

@@ -53,7 +53,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def widen_models() -> None:
     """Install the import hook; a no-op when it is there."""
-    loaded = [name for name in sys.modules if name.startswith(("transformers.models.", "x_transformers.", "litgpt.", "torchtitan."))]
+    loaded = [
+        name for name in sys.modules if name.startswith(("transformers.models.", "x_transformers.", "litgpt.", "torchtitan."))
+    ]
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if loaded:

@@ -70,7 +70,9 @@ sample(aten.constant_pad_nd.default)(lambda s: (s.draw(s.b, s.t), [0, 0]))
 for split in (aten.split.Tensor, aten.unsafe_split.Tensor):
     sample(split)(lambda s: (s.draw(s.b, s.t, 3 * s.d), s.d, -1))
     sample(split)(lambda s: (s.draw(s.b, 2 * s.t), s.t, 1))
-sample(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)(lambda s: (s.draw(s.b, s.t, s.d + s.k), [s.d, s.k], 2))
+sample(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)(
+    lambda s: (s.draw(s.b, s.t, s.d + s.k), [s.d, s.k], 2)
+)
 sample(aten.unbind.int)(lambda s: (s.draw(s.b, s.t, 3), -1))
 sample(aten.unbind.int)(lambda s: (s.draw(3, s.b, s.t),))
 sample(aten.chunk.default)(lambda s: (s.draw(s.b, s.t, 2 * s.d), 2, -1))
