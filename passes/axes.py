@@ -23,7 +23,7 @@ from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
-from streamfx.passes.joined import as_sums_of_paddings, joins_along_sequence
+from streamfx.passes.along_sequence import run_along_sequence, taken_apart
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.torch_private import HigherOrderOperator
@@ -66,9 +66,8 @@ class Axes:
             if whole is not None and whole.main in unsplit.table.resolve(tuple(split)):
                 axes, sequence = unsplit, whole
         axes = replace(axes, sequence=sequence)
-        joins = joins_along_sequence(facts.joint, axes)
-        if sequence is not None and joins:
-            return self.apply(replace(facts, joint=as_sums_of_paddings(facts.joint, joins)))
+        if sequence is not None and (found := run_along_sequence(facts.joint, axes)):
+            return self.apply(replace(facts, joint=taken_apart(facts.joint, found)))
         return replace(facts, axes=axes)
 
 

@@ -87,13 +87,15 @@ def _applied(node: fx.Node, known: dict[fx.Node, Value], writer: GraphWriter) ->
     target = node.target
     varies = any(isinstance(value, (Lifted, LookedInto)) for value in values)
     if target is ZEROS_AND_SCATTER:
-        return _scattered(*args, writer)
+        shape, indices, value = args
+        return _scattered(shape, indices, value, writer)
     if target in FILLED:
         return _filled(node, writer)
     if not varies:
         return writer.call(target, *args, **kwargs)
     if target is aten.index.Tensor:
-        return _looked_up(*args, writer)
+        table, indices = args
+        return _looked_up(table, indices, writer)
     if target in COPIES:
         return values[0]
     if not all(_is_number(value) for value in values) or not (is_tagged_pointwise(target) or target is aten._to_copy.default):

@@ -221,7 +221,7 @@ def test_what_cannot_be_written_out_runs_whole() -> None:
     """A sum inside of the score function has no form for all scores at once."""
 
     def score(block: Block) -> Score:
-        return lambda score, b, h, row, key: score + block.slopes.unsqueeze(0).expand(3, -1)[row % 3].sum()
+        return lambda score, b, h, row, key: score + block.fixed.unsqueeze(0).expand(3, -1)[row % 3].sum()  # type: ignore[operator]
 
     model = Decoder(causal, score).double()
     report = compare(model, inputs(), streams=None)

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 rule(
     aten._to_copy.default,
     aten.copy.default,
+    aten.fill.Tensor,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,

@@ -91,7 +91,6 @@ MORE: dict[str, tuple[Builder, set[str] | None]] = {
     "hard": (decoder(attn_hard=True), MASKED),
     "sigmoid": (decoder(attn_sigmoid=True), CAUSAL),
     "distances": (decoder(attn_l2_distance=True), CAUSAL),
-    "selective": (decoder(attn_selective=True), None),
     "window": (decoder(attn_max_attend_past=6), WINDOW),
     "forgetting by rows": (decoder(attn_data_dependent_alibi=True, attn_data_dependent_alibi_per_row=True), MASKED),
     "memory keys": (decoder(attn_num_mem_kv=3), CAUSAL),

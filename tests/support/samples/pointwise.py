@@ -24,6 +24,7 @@ sample(aten.bernoulli.default, random=True)(lambda s: (s.positive(s.b, s.t) / 2,
 sample(aten.bernoulli.p, random=True)(lambda s: (s.draw(s.b, s.t), 0.5))
 sample(aten.native_dropout.default, random=True)(lambda s: (s.draw(s.b, s.t), 0.5, True))
 sample(aten._to_copy.default)(lambda s: (s.draw(s.b, s.t), {"dtype": torch.float32}))
+sample(aten.fill.Tensor)(lambda s: (s.draw(s.b, s.t), s.draw()))
 sample(aten.copy.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.t)))
 sample(aten.softplus_backward.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.b, s.t), 1.0, 20.0))
 sample(aten.hardtanh_backward.default)(lambda s: (s.draw(s.b, s.t), s.draw(s.b, s.t), -1.0, 1.0))
