@@ -260,10 +260,10 @@ class Masks:
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
     def _sliced(self, node: fx.Node) -> Pieces:
-        source = node.args[0]
-        if isinstance(source, fx.Node) and (source in self._pieces or self._is_pair(source)):
+        source = node_argument(node)
+        if source in self._pieces or self._is_pair(source):
             return self._square_slice(node, source)
-        return everywhere(UNKNOWN)
+        return self._operand(source, node)  # cut out of a table
 
     def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
         """A slice that starts at the first row keeps delta; another start would shift it."""
