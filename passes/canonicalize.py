@@ -33,6 +33,7 @@ from streamfx.passes.permutations import undo_orders
 from streamfx.passes.row_numbers import rows_of_matrix
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.passes.scans import reversed_scan
+from streamfx.passes.scattered import rows_added_by_number, rows_by_number
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -292,6 +293,8 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.new_full.default: _filler(None),
     aten.new_empty_strided.default: _filler(0),
     aten.fill.Scalar: _filled,
+    aten.masked_scatter.default: rows_by_number,
+    aten.masked_scatter_backward.default: rows_added_by_number,
     aten.slice_scatter.default: _written_over_filler,
     aten.new_empty.default: _filler(0),
     aten.gather.default: rows_of_matrix,

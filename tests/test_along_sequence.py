@@ -181,3 +181,27 @@ def test_numbers_that_change() -> None:
         for heads in model.attend:  # type: ignore[union-attr]
             heads.slopes[0] = 1e300  # type: ignore[index]
     torch.testing.assert_close(compiled(**given), model(**given))
+
+
+class Images(Decoder):
+    """Rows from elsewhere take the places of some tokens, in the order in which they come."""
+
+    attention = CausalHeads
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(5, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor, images: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embed(ids)
+        places = (ids == 0).unsqueeze(-1).expand_as(x)
+        x = x.masked_scatter(places, self.project(images))
+        return F.cross_entropy(self.head(self.hidden(x)).flatten(0, 1), labels.flatten())
+
+
+def test_rows_put_among_the_sequence() -> None:
+    given: dict[str, Any] = batch()
+    given["ids"] = given["ids"].clamp(1)
+    given["ids"][0, 2:6] = given["ids"][1, 11:13] = 0
+    given["images"] = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)  # one more than there are places
+    compare(Images().double(), given, also=SIZES, attention={"causal"})
