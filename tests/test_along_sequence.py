@@ -126,7 +126,7 @@ class SlopeHeads(Heads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.transpose(-1, -2)
         position = torch.arange(scores.shape[-1])
-        scores = scores - self.slopes * (position[:, None] - position)
+        scores = scores - self.slopes * (position[:, None] - position)  # type: ignore[operator]
         return scores.masked_fill(position[:, None] < position, torch.finfo(scores.dtype).min).softmax(-1) @ v
 
 
