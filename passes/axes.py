@@ -287,8 +287,9 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 
 def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes along which the elements of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
-    shapes = [axes.shapes[node] for node in joint.primals if is_tensor(node) and len(axes.shapes[node]) > 1]
+    """Axes along which the numbers of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
+    inputs = [node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()]
+    shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
     last, others = (
         {atom for dim in dims for atom in axes.table.resolve(dim)}
         for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
