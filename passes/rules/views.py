@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
-from streamfx.ir.joint import is_size
+from streamfx.ir.joint import is_size, node_argument, shape_of_node
 from streamfx.ir.signature import LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.rules.registry import Call, rule
@@ -142,10 +142,16 @@ def _single(call: Call, dim: int, row: Any) -> dict[int, Size]:
 
 
 def _is_alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes take rows of the same value, or put them into values of the same shape."""
-    if one.target in (aten.select.int, aten.slice.Tensor):
-        return one.args[:2] == other.args[:2]
-    return one.args[1:3] == other.args[1:3]
+    """Whether two nodes take different rows of values of the same shape, or put them into such."""
+    (before, *own), (other_before, *others) = (_row_arguments(node) for node in (one, other))
+    return before == other_before and own != others
+
+
+def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The shape that a row is taken from, or put into, with the dimension; and which row."""
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        return (shape_of_node(node_argument(node)), *node.args[1:2]), *node.args[2:]
+    return tuple(node.args[1:3]), *node.args[3:]
 
 
 def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature:
