@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -56,23 +57,48 @@ class Axes:
     def apply(self, facts: Facts) -> Facts:
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
-        if split := _split_axes(facts.joint, axes):
-            unsplit = axes_of(facts.joint, split)
-            whole = sequence_axis(facts.joint, unsplit)
-            if whole is not None and whole.main in unsplit.table.resolve(tuple(split)):
-                axes, sequence = unsplit, whole
+        if split := _split_axes(facts.joint, axes, sequence):
+            kept = axes_of(facts.joint, split)
+            whole = sequence_axis(facts.joint, kept)
+            if whole is not None and kept.table.is_kept(whole.main):
+                axes, sequence = kept, whole
         return replace(facts, axes=replace(axes, sequence=sequence))
 
 
-def _split_axes(joint: JointGraph, axes: AxisFacts) -> tuple[Atom, ...]:
-    """Axes of inputs that some view cuts into blocks: where one is the sequence, its rows stay single, and the blocks whole."""
-    dims = {dim for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint) for dim in axes.shapes[node]}
-    return tuple(sorted(atom for dim in dims if len(dim) == 1 and len(axes.table.resolve(dim)) > 1 for atom in dim))
+def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
+    """Dimensions of inputs that some view cuts into blocks: where one is the sequence, its rows stay single.
+
+    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks.
+    """
+    table = axes.table
+    whole = {
+        (node, i): dim
+        for node in joint.primals
+        if is_tensor(node) and not _is_parameter_like(node, joint)
+        for i, dim in enumerate(axes.shapes[node])
+        if len(dim) == 1
+    }
+    split = {place for place, dim in whole.items() if len(table.resolve(dim)) > 1}
+    if sequence is not None and _has_split_relative(axes, sequence):
+        split |= {place for place, dim in whole.items() if table.resolve(dim) == (sequence.main,)}
+    return frozenset(split)
 
 
-def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
-    """The axes of every dimension, with no choice of a sequence yet. Axes of inputs in `unsplit` are kept in one piece."""
-    table = AxisTable(unsplit)
+def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+    for node, signature in axes.signatures.items():
+        for letter, (source, _) in signature.shifts.items():
+            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (source, letter))
+            if len(operand) == 1 < len(result) and operand[0] in sequence.members:
+                return True
+    return False
+
+
+def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet.
+
+    The dimensions of inputs in `kept` stay in one piece, and so does what is cut out of them or padded around them.
+    """
+    table = AxisTable()
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     found: dict[fx.Node, Signature] = {}
@@ -81,6 +107,8 @@ def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
     for node in joint.sources:
         if is_tensor(node):
             shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
+    for node, i in kept:
+        table.keep(shapes[node][i][0])
     for node in joint.nodes:
         if node.target is operator.getitem:
             if is_tensor(node):
@@ -127,7 +155,16 @@ def _apply_rule(
             if len(letter_dim) == 1 and letter_dim[0] not in bound:
                 bound[letter_dim[0]] = table.fresh(size)
         made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+    _keep_shifted(signature, bound, table)
     return signature, bound, tuple(made)
+
+
+def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
+    """An axis that is cut out of one that stays in one piece, or padded around it, stays in one piece as well."""
+    for letter, (source, _) in signature.shifts.items():
+        result, operand = table.resolve(bound[letter]), table.resolve(bound[source])
+        if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
+            table.keep(result[0])
 
 
 def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -190,7 +227,8 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     links = [(source, target) for source, target, _, _ in _shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            own = {atom for letter in signature.whole for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+            dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
+            own = {dim[0] for dim in dims if len(dim) == 1}
             links += [(one, other) for one in own for other in own]
     found: set[Atom] = set()
     while atoms - found:
