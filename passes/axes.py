@@ -14,6 +14,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import ClassVar
 
 import torch
@@ -192,7 +193,8 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
         main = _widest_axis(joint, axes)
     if main is None:
         return None
-    return SequenceAxis(main, axes.table.size(main), _members(main, axes))
+    members, blocks = _members(main, axes)
+    return SequenceAxis(main, axes.table.size(main), members, blocks)
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
@@ -316,26 +318,50 @@ def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
     return bool(node.meta.get("streamfx_static_address", False))
 
 
-def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:
-    """Axes cut out of the sequence or padded around it, with their offsets.
+def _members(main: Atom, axes: AxisFacts) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
+    """Axes cut out of the sequence, padded around it or made of blocks of it, with their offsets; and the blocks' sizes.
 
     A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
     is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
-    links = _shift_links(axes)
+    blocks: dict[Atom, int] = {}
+    links, cuts = _shift_links(axes), _cuts(axes, axes.table.size(main))
     grown = True
     while grown:
         grown = False
+        for own, outer, size in cuts:
+            if own in members and own not in blocks and outer not in members and members[own][0] % size == 0:
+                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), size
+                grown = True
         candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
+        cut: dict[Atom, int] = {}
         for source, target, start, is_static in links:
             if source in members and target not in members:
-                candidates[target].append((not is_static, members[source][0] + start))
+                candidates[target].append((not is_static, members[source][0] + start * blocks.get(source, 1)))
+                cut[target] = blocks.get(source, 1)
         for atom, offers in candidates.items():
             preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
             members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
+            blocks |= {atom: cut[atom]} if cut[atom] != 1 else {}
             grown = True
-    return members
+    return members, blocks
+
+
+def _cuts(axes: AxisFacts, length: Size) -> list[tuple[Atom, Atom, int]]:
+    """Axes that views cut into blocks: the axis, that of the blocks, and their size. Chunks have to hold whole blocks of all sizes,
+    so that a block as long as half the sequence is none.
+    """
+    found = [
+        (own, outer[0], size)
+        for own, outer, inner in axes.table.cuts()
+        if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
+    ]
+    sizes: list[int] = []
+    for size in sorted({size for _, _, size in found}):
+        if 2 * lcm(*sizes, size) <= numeric(length):
+            sizes.append(size)
+    return [cut for cut in found if cut[2] in sizes]
 
 
 def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:

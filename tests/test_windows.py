@@ -213,17 +213,85 @@ def test_rows_written_one_by_one() -> None:
     assert len(facts.program.loops) < 12
 
 
+def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
+    return F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+
+
+def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
+    blocks = padded_into_blocks(m, x)
+    mixed = (blocks @ blocks.mT).tril().softmax(-1) @ blocks
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+
+def padded_in_front(m: Mixed, x: Tensor) -> Tensor:
+    """A block of nothing before the first one, so that each block sees the one before it."""
+    blocks = F.pad(x, (0, 0, 4, -x.shape[1] % 4)).unflatten(1, (-1, 4))
+    mixed = (blocks[:, 1:] @ blocks[:, :-1].mT).softmax(-1) @ blocks[:, :-1]
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+
+def of_two_sizes(m: Mixed, x: Tensor) -> Tensor:
+    means = [padded_into_blocks(m, x, size).cumsum(2).flatten(1, 2)[:, : x.shape[1]] for size in (2, 3)]
+    return m.gate(means[0] * means[1])
+
+
+def scanned_in_blocks(m: Mixed, x: Tensor) -> Tensor:
+    """A linear attention with decay as Mamba 2 has it: scores inside of blocks, states between them by one small product."""
+    q, k, v = (padded_into_blocks(m, y) for y in (x, m.gate(x), x * m.mu))
+    decay = padded_into_blocks(m, -m.gate(x).exp())[..., :1].cumsum(2)
+    inside = (decay - decay.mT).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), float("-inf")).exp()
+    states = (k * (decay[:, :, -1:] - decay).exp()).mT @ v
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    total = F.pad(decay[:, :, -1, 0], (1, 0)).cumsum(1)
+    between = (total[:, :, None] - total[:, None]).tril().exp().tril()
+    before = torch.einsum("bcz,bzij->bcij", between, states)[:, :-1]
+    mixed = (q @ k.mT * inside) @ v + (q @ before) * decay.exp()
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+
 @pytest.mark.parametrize("length", [16, 19])
-def test_blocks(length: int) -> None:
-    """Attention inside of blocks of four rows runs whole, whether or not the sequence has to be padded for it."""
+@pytest.mark.parametrize("mixer", [inside_of_blocks, of_two_sizes], ids=lambda mixer: mixer.__name__)
+def test_blocks(mixer: Mixer, length: int) -> None:
+    """What happens inside of blocks streams, whether or not the sequence has to be padded for it: chunks hold whole blocks."""
+    check(mixer, length, chunk_size=3, also=(1, 8, 16))
 
-    def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
-        padded = F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % 4))
-        blocks = padded.unflatten(1, (-1, 4))
-        mixed = (blocks @ blocks.mT).tril().softmax(-1) @ blocks
-        return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
 
-    check(inside_of_blocks, length, chunk_size=5, also=(16,), streams=False)
+@pytest.mark.parametrize("length", [16, 19])
+def test_blocks_that_see_the_one_before(length: int) -> None:
+    """Rows of blocks that stand one block apart are not known to be rows of the sequence again: exact, and whole."""
+    check(padded_in_front, length, chunk_size=3, also=(8,), streams=False)
+
+
+@pytest.mark.parametrize("length", [16, 19])
+def test_blocks_that_hand_on_states(length: int) -> None:
+    """The states between blocks are found from all of them, and nothing else is."""
+    report = check(scanned_in_blocks, length, chunk_size=3, also=(8,), streams=False)
+    (facts,) = report.facts
+    assert facts.axes is not None and facts.axes.sequence is not None
+    assert facts.axes.sequence.granule == 4
+    assert {reason.split(" ", 1)[1] for reason in facts.reasons()} == {"mixes blocks of rows of the sequence"}
+    assert facts.demand is not None
+    wide = [node for node in facts.demand.reasons if node.meta["val"].numel() > 2 * length * WIDTH * WIDTH // 3]
+    assert not wide
+
+
+def test_one_block() -> None:
+    """Blocks longer than half of the sequence give no chunks: they run whole, and all around them streams."""
+    report = check(
+        lambda m, x: m.gate(padded_into_blocks(m, x, 12).cumsum(2).flatten(1, 2)[:, : x.shape[1]]),
+        19,
+        chunk_size=3,
+        streams=False,
+    )
+    assert all("into blocks" in reason for facts in report.facts for reason in facts.reasons())
+
+
+def test_blocks_of_any_length() -> None:
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        compare(
+            decoders.made(lambda: Mixed(inside_of_blocks)), {"ids": ids, "labels": ids}, chunk_size=3, also=(16,), streams=None
+        )
 
 
 def test_a_total_from_the_end() -> None:

@@ -103,6 +103,10 @@ class AxisTable:
         """Whether a view has cut a kept atom into these axes: (outer, inner), neither of which is any part of it."""
         return any(self._root(own) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for own, cut in self._blocks)
 
+    def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
+        """Kept atoms that views have cut, with the axis of the blocks and the axis inside of a block."""
+        return [(self._root(own), *(self.resolve((part,)) for part in blocks)) for own, blocks in self._blocks]  # type: ignore[misc]
+
     def _cut(self, atom: Atom, outer: Size) -> Dim | None:
         """Axes for an kept atom in blocks; the same ones each time."""
         inner = quotient(self.size(atom), outer)

@@ -106,7 +106,7 @@ def is_whole(one: Traced, atom: Atom) -> bool:
 def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[Form, ...]]:
     """The results of the call, made in chunks along an axis; and in which form."""
     axes = one.axes
-    sequence = SequenceAxis(atom, axes.table.size(atom), _members(atom, axes))
+    sequence = SequenceAxis(atom, axes.table.size(atom), *_members(atom, axes))
     facts = replace(one.facts, axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
         if step.name not in ("canonicalize", "axes"):
