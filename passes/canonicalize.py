@@ -144,6 +144,13 @@ def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return operand if shape_of_node(operand) == shape_of_node(node) else None  # type: ignore[arg-type,return-value]
 
 
+def _copied(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """What is written over all of a value of the same shape and type."""
+    over, value = node.args[:2]
+    is_same = is_tensor(value) and shape_of_node(value) == shape_of_node(over) and _dtype(value) == _dtype(over)  # type: ignore[arg-type]
+    return value if is_same else None  # type: ignore[return-value]
+
+
 def _full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     step = bound_arguments(node)["step"]
     return _same_shape(node, writer) if step == 1 else None
@@ -274,6 +281,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten._unsafe_view.default: _same_shape,
     aten.reshape.default: _same_shape,
     aten.expand.default: _same_shape,
+    aten.copy.default: _copied,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,

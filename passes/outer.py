@@ -18,6 +18,7 @@ from streamfx.passes.bodies import BodyBuilder
 from streamfx.passes.regions import Region, is_loop_value
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
@@ -150,6 +151,10 @@ class OuterBuilder:
 
 def first_row(node: fx.Node) -> torch.Tensor:
     """A fake value like a state of a scan: how many chunks leave one is known at run time."""
+    if isinstance(node.target, Recurrence):
+        own = node.target.plan.own
+        like: torch.Tensor = node.meta["val"][0]
+        return like.new_empty((1, own.carried), dtype=own.dtype)
     dim = bound_arguments(node)["dim"]
     value: torch.Tensor = node.meta["val"]
     with torch.no_grad():
