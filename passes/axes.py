@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import ClassVar
@@ -61,9 +61,17 @@ class Axes:
         if split := _split_axes(facts.joint, axes, sequence):
             kept = axes_of(facts.joint, split)
             whole = sequence_axis(facts.joint, kept)
-            if whole is not None and kept.table.is_kept(whole.main):
+            places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
+            if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
+                found = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
+                whole = _sequence_of(found[0], kept) if found else None
+            if whole is not None:
                 axes, sequence = kept, whole
         return replace(facts, axes=replace(axes, sequence=sequence))
+
+
+def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
+    return sequence is not None and sequence.main in axes.table.resolve(dim)
 
 
 def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
@@ -191,9 +199,15 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
-    if main is None:
-        return None
-    members, blocks = _members(main, axes)
+    return None if main is None else _sequence_of(main, axes)
+
+
+def _sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
+    cuts = _cuts(axes, axes.table.size(main))
+    members, blocks = _members(main, axes, cuts)
+    sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
+    if len(sound) < len(cuts):  # the rows of a block are rows of the sequence as well, where slices take out one block
+        members, blocks = _members(main, axes, sound)
     return SequenceAxis(main, axes.table.size(main), members, blocks)
 
 
@@ -318,7 +332,7 @@ def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
     return bool(node.meta.get("streamfx_static_address", False))
 
 
-def _members(main: Atom, axes: AxisFacts) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
+def _members(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
     """Axes cut out of the sequence, padded around it or made of blocks of it, with their offsets; and the blocks' sizes.
 
     A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
@@ -326,42 +340,51 @@ def _members(main: Atom, axes: AxisFacts) -> tuple[dict[Atom, tuple[Size, Size]]
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links, cuts = _shift_links(axes), _cuts(axes, axes.table.size(main))
+    links = _shift_links(axes)
     grown = True
     while grown:
         grown = False
-        for own, outer, size in cuts:
-            if own in members and own not in blocks and outer not in members and members[own][0] % size == 0:
-                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), size
+        for cut in cuts:
+            own, outer = cut.whole, cut.blocks
+            if own in members and own not in blocks and outer not in members and members[own][0] % cut.size == 0:
+                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), cut.size
                 grown = True
         candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
-        cut: dict[Atom, int] = {}
+        sizes: dict[Atom, int] = {}
         for source, target, start, is_static in links:
             if source in members and target not in members:
                 candidates[target].append((not is_static, members[source][0] + start * blocks.get(source, 1)))
-                cut[target] = blocks.get(source, 1)
+                sizes[target] = blocks.get(source, 1)
         for atom, offers in candidates.items():
             preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
             members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
-            blocks |= {atom: cut[atom]} if cut[atom] != 1 else {}
+            blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
             grown = True
     return members, blocks
 
 
-def _cuts(axes: AxisFacts, length: Size) -> list[tuple[Atom, Atom, int]]:
-    """Axes that views cut into blocks: the axis, that of the blocks, and their size. Chunks have to hold whole blocks of all sizes,
-    so that a block as long as half the sequence is none.
-    """
+@dataclass(frozen=True)
+class Cut:
+    """An axis that views cut into `blocks` of `size` rows each, which have the axes `inside`."""
+
+    whole: Atom
+    blocks: Atom
+    inside: Dim
+    size: int
+
+
+def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
+    """Chunks have to hold whole blocks of all sizes, so that a block as long as half the sequence is none."""
     found = [
-        (own, outer[0], size)
+        Cut(own, outer[0], inner, size)
         for own, outer, inner in axes.table.cuts()
         if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
     ]
     sizes: list[int] = []
-    for size in sorted({size for _, _, size in found}):
+    for size in sorted({cut.size for cut in found}):
         if 2 * lcm(*sizes, size) <= numeric(length):
             sizes.append(size)
-    return [cut for cut in found if cut[2] in sizes]
+    return [cut for cut in found if cut.size in sizes]
 
 
 def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:

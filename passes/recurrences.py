@@ -189,20 +189,20 @@ class _Family:
         return node
 
     def _paired(self, groups: dict[fx.Node, list[fx.Node]]) -> list[Pair]:
-        """A forward group with the backward groups that use its values."""
-        partner: dict[fx.Node, set[fx.Node]] = {}
+        """Forward groups with the backward groups that use their values; some use values of two forward groups."""
+        together: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
-                used = {s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True) and s in self.component}
-                partner[root] = {self._root(source) for source in used}
+                sources = {s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True)}
+                for other in {self._root(source) for source in sources if source in self.component} & groups.keys():
+                    if together[other] is not together[root]:
+                        together[root] += together[other]
+                        together |= dict.fromkeys(together[other], together[root])
         pairs = []
-        for root, nodes in groups.items():
-            if self.is_forward(nodes[0]):
-                mine = [own for own, others in partner.items() if root in others]
-                if all(len(partner[own]) == 1 for own in mine):
-                    pairs.append(self._pair(nodes, sorted((n for own in mine for n in groups[own]), key=self.order.__getitem__)))
-            elif not partner[root]:
-                pairs.append(self._pair([], nodes))
+        for roots in {id(roots): roots for roots in together.values()}.values():
+            nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
+            forward = [node for node in nodes if self.is_forward(node)]
+            pairs.append(self._pair(forward, [node for node in nodes if not self.is_forward(node)]))
         return [pair for pair in pairs if not any(is_random(node) for node in (*pair.forward, *pair.backward))]
 
     def _pair(self, forward: list[fx.Node], backward: list[fx.Node]) -> Pair:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Facts, Form
+from streamfx.ir.facts import Facts
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 
@@ -193,26 +193,6 @@ def test_any_length(mixer: Mixer) -> None:
     assert not any(isinstance(sequence_length(facts), int) for facts in report.facts)
 
 
-def test_rows_written_one_by_one() -> None:
-    """A recurrence, unrolled, runs whole and exactly; the products around it stream, in few loops."""
-
-    def recurrence(m: Mixed, x: Tensor) -> Tensor:
-        y, state = torch.zeros_like(x), x.new_zeros(x.shape[0], WIDTH)
-        decay, value = m.gate(x).sigmoid(), m.point(x.mT).mT
-        for t in range(x.shape[1]):
-            state = decay[:, t] * state + value[:, t]
-            y[:, t] = state
-        return m.gate(y)
-
-    report = check(recurrence, 9, chunk_size=4, streams=False)
-    (facts,) = report.facts
-    assert facts.demand is not None and facts.program is not None
-    assert all("select" in reason for reason in facts.reasons())
-    products = [node for node in facts.joint.nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
-    assert products and all(facts.demand.form(node) not in (Form.SCALAR, Form.WHOLE) for node in products)
-    assert len(facts.program.loops) < 12
-
-
 def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
     return F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
@@ -299,6 +279,20 @@ def test_a_total_from_the_end() -> None:
     report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
     reasons = [reason for facts in report.facts for reason in facts.reasons()]
     assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
+
+
+@pytest.mark.parametrize("mixer", [running_sum, linear_attention], ids=lambda mixer: mixer.__name__)
+def test_totals_in_chunks_of_two_sizes(mixer: Mixer) -> None:
+    """Scores that are returned are a cut: the loss' own backward loops start from states of another stage's chunks."""
+
+    class Scores(Mixed):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            x = self.embed(ids)
+            scores = self.head(x + self.mixer(self, F.rms_norm(x, (WIDTH,))))
+            return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    compare(decoders.made(lambda: Scores(mixer)), {"ids": ids, "labels": ids}, chunk_size=5, loss_chunk_size=3, outputs="dense")
 
 
 @pytest.mark.parametrize("length", [3, 4, 5])
