@@ -382,7 +382,7 @@ def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
     ]
     sizes: list[int] = []
     for size in sorted({cut.size for cut in found}):
-        if 2 * lcm(*sizes, size) <= numeric(length):
+        if not isinstance(length, int) or 2 * lcm(*sizes, size) <= length:
             sizes.append(size)
     return [cut for cut in found if cut.size in sizes]
 

@@ -15,16 +15,19 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
-from streamfx.ir.sizes import numeric, product
+from streamfx.ir.sizes import numeric, product, quotient
 from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
 
+aten = torch.ops.aten
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
-CUTS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
+CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
+JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
@@ -129,7 +132,7 @@ class _Analysis:
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
-        """How many sequence dimensions the operator deals with at once; a shifted letter is the same one again, or one in blocks."""
+        """How many sequence dimensions the operator deals with at once; a letter that is shifted or cut is the same one again."""
         again = sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
         return len(letters) - again - sum(letter in letters and rows in letters for letter, rows in signature.blocks.items())
 
@@ -226,10 +229,19 @@ class _Analysis:
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
-                reason = CUTS_ROWS if is_moved_elements(node) else MIXES_ROWS
-                self.reasons[node] = reason.format(target=node.target)
+                self.reasons[node] = self._why_whole(node, signature)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
+
+    def _why_whole(self, node: fx.Node, signature: Signature) -> str:
+        step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
+        if step != 1:
+            return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
+        if signature.blocks:
+            letter, rows = next(iter(signature.blocks.items()))
+            whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (rows, letter))
+            return CUTS_ROWS.format(target=node.target, size=quotient(whole, outer))
+        return (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS).format(target=node.target)
 
     def _is_narrow(self, shape: Shape) -> bool:
         """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""

@@ -73,6 +73,7 @@ LINEAR_IN: dict[Any, tuple[int, ...]] = {
     aten._to_copy.default: (0,),
 }
 
+READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,

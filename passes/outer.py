@@ -15,6 +15,7 @@ from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
+from streamfx.passes.linear import READS_STRIDES
 from streamfx.passes.regions import Region, is_loop_value
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
@@ -23,8 +24,6 @@ from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
-
-READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
 
 
 class OuterBuilder:

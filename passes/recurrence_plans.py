@@ -21,6 +21,7 @@ from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.recurrence import Axes, Final, Instruction, Join, Number, Operation, Plan, Read, Slot, Steps, Value
 from streamfx.ir.signature import LetterShape
+from streamfx.passes.linear import READS_STRIDES
 from streamfx.passes.unrolled import Joined, Row
 
 MOST_FINALS = 24  # values of single rows that are used outside of a loop
@@ -65,8 +66,8 @@ class Planned:
 
 
 def planned(pair: Pair, axes: AxisFacts, nodes: list[fx.Node]) -> Planned:
-    for half in (pair.forward, pair.backward):
-        _check_order(frozenset(half), nodes)
+    for half in filter(None, (pair.forward, pair.backward)):
+        _check_order(frozenset(half), nodes[pair.order[half[0]] : pair.order[half[-1]] + 1])
     return _Planner(pair, axes).planned()
 
 
@@ -113,6 +114,8 @@ class _Planner:
         for node in (*self.pair.forward, *self.pair.backward):
             if any(is_size(source) for source in node.all_input_nodes) or not _is_static(node):
                 raise NoRecurrence(f"{node.name} has sizes that change from call to call")
+            if node.target in READS_STRIDES:
+                raise NoRecurrence(f"{node.name} reads the memory layout of a computed value")
 
     def _check_size(self, half: Half | None, carried: int) -> None:
         assert half is not None
@@ -184,7 +187,10 @@ class _Planner:
         return Steps(tuple(map(tuple, steps)), crossing, made, finals, dtype, reverse, dead)
 
     def _operation(self, node: fx.Node) -> Operation:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: Value(self.number[item]))
+        def numbered(item: fx.Node) -> Any:
+            return Value(self.number[item])
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbered)
         return Operation(self.number[node], COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
 
     def _join(self, join: Joined) -> Join:
@@ -200,8 +206,8 @@ class _Planner:
         return user not in self.values and user not in self.ends
 
     def _final(self, node: fx.Node) -> Final:
-        if not is_tensor(node):
-            raise NoRecurrence(f"{node.name} is used as a tuple")
+        if not is_tensor(node) or node.meta["val"].dtype == torch.bool:
+            raise NoRecurrence(f"{node.name} is no number")
         value = node.meta["val"]
         return Final(self.number[node], self.pair.step[node], tuple(value.shape), value.dtype)
 
@@ -221,8 +227,8 @@ class _Planner:
         for item in (item for join in joins for item in join.values):
             if item not in self.values:
                 given[item] = None
-        if not rows:
-            raise NoRecurrence("it reads no rows")
+        if not rows or not all(is_tensor(value) for value in given):
+            raise NoRecurrence("it reads no rows, or something else than tensors")
         operands = [(value, True) for value in rows] + [(value, False) for value in given]
         finals = self._finals(nodes)
         if len(finals) > MOST_FINALS:

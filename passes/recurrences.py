@@ -9,6 +9,7 @@ needs one that comes later, and that what crosses from row to row is less than t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from streamfx.passes.axes import axes_of
 from streamfx.passes.linear import is_random
 from streamfx.passes.recurrence_plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.rolling import roll, sort_again
-from streamfx.passes.unrolled import Rows, rows_of
+from streamfx.passes.unrolled import Joined, Rows, rows_of
 
 aten = torch.ops.aten
 JOINS = (aten.stack.default, aten.select_scatter.default)
@@ -40,12 +41,12 @@ class Recurrences:
         rows = rows_of(joint.graph)
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
         lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
-        axes = axes_of(joint) if lengths else None
-        plans = [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]
-        for plan in plans:
+        if not lengths:
+            return replace(facts, joint=joint)
+        axes = axes_of(joint)
+        for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
             roll(plan, joint.graph)
-        if plans:
-            sort_again(joint.graph)
+        sort_again(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
@@ -171,6 +172,9 @@ class _Family:
     def _is_of(self, node: fx.Node, forward: bool) -> bool:
         return node in self.step and self.is_forward(node) == forward and node not in self.reads
 
+    def _is_made(self, value: fx.Node) -> bool:
+        return value in self.step and value not in self.reads
+
     def _unite(self, useful: Iterable[fx.Node]) -> None:
         for node in useful:
             self.component.setdefault(node, node)
@@ -198,29 +202,31 @@ class _Family:
                     if together[other] is not together[root]:
                         together[root] += together[other]
                         together |= dict.fromkeys(together[other], together[root])
+        joins: dict[int, list[Joined]] = defaultdict(list)
+        for join in self.joins:
+            first = next((value for value in join.values if value in self.component), None)
+            if first is not None and self._root(first) in together:
+                joins[id(together[self._root(first)])].append(join)
         pairs = []
         for roots in {id(roots): roots for roots in together.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
-            forward = [node for node in nodes if self.is_forward(node)]
-            pairs.append(self._pair(forward, [node for node in nodes if not self.is_forward(node)]))
+            pairs.append(self._pair(nodes, joins[id(roots)]))
         return [pair for pair in pairs if not any(is_random(node) for node in (*pair.forward, *pair.backward))]
 
-    def _pair(self, forward: list[fx.Node], backward: list[fx.Node]) -> Pair:
-        inside = {*forward, *backward}
-        forward_joins, backward_joins = [], []
-        for join in self.joins:
-            made = {value for value in join.values if value in self.step} - self.reads.keys()
-            if made and made <= inside:
-                (forward_joins if self.is_forward(join.node) else backward_joins).append(join)
-        reads = {s: self.reads[s] for node in inside for s in node.all_input_nodes if s in self.reads}
+    def _pair(self, nodes: list[fx.Node], joins: list[Joined]) -> Pair:
+        inside = set(nodes)
+        joins = [join for join in joins if all(value in inside for value in join.values if self._is_made(value))]
+        forward_joins = [join for join in joins if self.is_forward(join.node)]
+        backward_joins = [join for join in joins if not self.is_forward(join.node)]
+        reads = {s: self.reads[s] for node in nodes for s in node.all_input_nodes if s in self.reads}
         reads |= {
             value: self.reads[value] for join in (*forward_joins, *backward_joins) for value in join.values if value in self.reads
         }
         is_forward = {node: self.is_forward(self.reads[node].source) for node in reads}
         return Pair(
             self.length,
-            tuple(forward),
-            tuple(backward),
+            tuple(node for node in nodes if self.is_forward(node)),
+            tuple(node for node in nodes if not self.is_forward(node)),
             tuple(forward_joins),
             tuple(backward_joins),
             {node: row for node, row in reads.items() if is_forward[node]},

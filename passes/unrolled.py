@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +78,8 @@ class _Chain:
 def rows_of(graph: fx.Graph) -> Rows:
     """All single rows of a graph, and all that is made of rows.
 
-    The graph becomes simpler on the way: a row that has just been written is not read again, and rows that are written into zeros,
-    or padded with zeros and added up, are stacked.
+    The graph becomes simpler on the way: a row that has just been written is not read again, and rows that are written into
+    zeros, or padded with zeros and added up, are stacked.
     """
     found, chains = Rows(), dict[fx.Node, tuple[_Chain, int]]()
     for node in list(graph.nodes):
@@ -188,10 +188,11 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
     for node in graph.nodes:
         if node.target is aten.select_backward.default or (_is_plain_sum(node) and any(item in parts for item in node.args)):
             parts[node] = None
+    order = {node: i for i, node in enumerate(graph.nodes)} if parts else {}
     for node in parts:
         absorbed = len(node.users) == 1 and next(iter(node.users)) in parts
         if not absorbed and node.target is aten.add.Tensor:
-            _stack_sum(node, parts, writer)
+            _stack_sum(node, parts, order, writer)
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
@@ -201,7 +202,7 @@ def _is_plain_sum(node: fx.Node) -> bool:
     return len(values) == 3 and len({(tuple(value.shape), value.dtype) for value in values}) == 1
 
 
-def _stack_sum(node: fx.Node, parts: Collection[fx.Node], writer: GraphWriter) -> None:
+def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
     todo, others = list(node.args), list[Any]()
     rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
@@ -219,7 +220,6 @@ def _stack_sum(node: fx.Node, parts: Collection[fx.Node], writer: GraphWriter) -
     if length < FEWEST or 2 * len(rows[dim, length]) < length:
         return
     others += [part for key, own in padded.items() if key != (dim, length) for part in own]
-    order = {part: i for i, part in enumerate(node.graph.nodes)} if len(padded[dim, length]) > length else {}
     most = max(len(own) for own in rows[dim, length].values())
     for number in range(most):  # several values for a row come from several loops, one after the other
         values = [sorted(rows[dim, length].get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]

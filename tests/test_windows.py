@@ -263,7 +263,7 @@ def test_one_block() -> None:
         chunk_size=3,
         streams=False,
     )
-    assert all("into blocks" in reason for facts in report.facts for reason in facts.reasons())
+    assert all("into blocks of 12 rows" in reason for facts in report.facts for reason in facts.reasons())
 
 
 def test_blocks_of_any_length() -> None:

@@ -47,6 +47,7 @@ def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, bl
 
     The first chunk takes what lies before the sequence and the last what lies behind it, so each row is in one chunk.
     """
+    assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside of a block"
     first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
     last = rows if stop == length else min(max((stop - offset) // block, 0), rows)
     return first, max(last - first, 0)

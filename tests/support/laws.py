@@ -109,7 +109,7 @@ def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tu
     sequence = SequenceAxis(atom, axes.table.size(atom), *_members(atom, axes))
     facts = replace(one.facts, axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
-        if step.name not in ("canonicalize", "axes"):
+        if step.name not in ("canonicalize", "recurrences", "axes"):
             facts = step.apply(facts)
     assert facts.demand is not None and facts.program is not None
     results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])
