@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import ClassVar
 
 import torch
@@ -26,9 +25,13 @@ from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, 
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.linear import is_moved_elements, is_random
+from streamfx.passes.members import sequence_of, shift_links
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 
 aten = torch.ops.aten
+
+NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_ROWS = "{target} reads rows of one length as rows of another"
 
 # Operators that tell the rows along a dimension apart by their position.
 BY_POSITION = frozenset(
@@ -64,7 +67,7 @@ class Axes:
             places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
             if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
                 found = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
-                whole = _sequence_of(found[0], kept) if found else None
+                whole = sequence_of(found[0], kept) if found else None
             if whole is not None:
                 axes, sequence = kept, whole
         return replace(facts, axes=replace(axes, sequence=sequence))
@@ -149,7 +152,7 @@ def _apply_rule(
     call = Call(node, table, shapes)
     signature = rule(call)
     if signature is None:
-        return f"the rule for {node.target} does not cover these arguments"
+        return (OTHER_ROWS if is_moved_elements(node) else NOT_COVERED).format(target=node.target)
     bound = dict(signature.atoms)
     for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
         for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
@@ -199,16 +202,7 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
-    return None if main is None else _sequence_of(main, axes)
-
-
-def _sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
-    cuts = _cuts(axes, axes.table.size(main))
-    members, blocks = _members(main, axes, cuts)
-    sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
-    if len(sound) < len(cuts):  # the rows of a block are rows of the sequence as well, where slices take out one block
-        members, blocks = _members(main, axes, sound)
-    return SequenceAxis(main, axes.table.size(main), members, blocks)
+    return None if main is None else sequence_of(main, axes)
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
@@ -240,7 +234,7 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     """Axes that are cut out of these, padded or joined from them."""
-    links = [(source, target) for source, target, _, _ in _shift_links(axes)]
+    links = [(source, target) for source, target, _, _ in shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
             dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
@@ -330,69 +324,3 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
     """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
     return bool(node.meta.get("streamfx_static_address", False))
-
-
-def _members(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
-    """Axes cut out of the sequence, padded around it or made of blocks of it, with their offsets; and the blocks' sizes.
-
-    A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
-    is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
-    """
-    members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
-    blocks: dict[Atom, int] = {}
-    links = _shift_links(axes)
-    grown = True
-    while grown:
-        grown = False
-        for cut in cuts:
-            own, outer = cut.whole, cut.blocks
-            if own in members and own not in blocks and outer not in members and members[own][0] % cut.size == 0:
-                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), cut.size
-                grown = True
-        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
-        sizes: dict[Atom, int] = {}
-        for source, target, start, is_static in links:
-            if source in members and target not in members:
-                candidates[target].append((not is_static, members[source][0] + start * blocks.get(source, 1)))
-                sizes[target] = blocks.get(source, 1)
-        for atom, offers in candidates.items():
-            preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
-            members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
-            blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
-            grown = True
-    return members, blocks
-
-
-@dataclass(frozen=True)
-class Cut:
-    """An axis that views cut into `blocks` of `size` rows each, which have the axes `inside`."""
-
-    whole: Atom
-    blocks: Atom
-    inside: Dim
-    size: int
-
-
-def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
-    """Chunks have to hold whole blocks of all sizes, so that a block as long as half the sequence is none."""
-    found = [
-        Cut(own, outer[0], inner, size)
-        for own, outer, inner in axes.table.cuts()
-        if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
-    ]
-    sizes: list[int] = []
-    for size in sorted({cut.size for cut in found}):
-        if not isinstance(length, int) or 2 * lcm(*sizes, size) <= length:
-            sizes.append(size)
-    return [cut for cut in found if cut.size in sizes]
-
-
-def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
-    links = []
-    for node, signature in axes.signatures.items():
-        for letter, (source_letter, start) in signature.shifts.items():
-            source = axes.table.resolve(axes.letters[node][source_letter])
-            target = axes.table.resolve(axes.letters[node][letter])
-            if len(source) == len(target) == 1:
-                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
-    return links

@@ -107,7 +107,18 @@ def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(before)
 
 
+def behind_a_learned_row(m: Mixed, x: Tensor) -> Tensor:
+    before = torch.cat([m.mu.expand(x.shape[0], 1, WIDTH), x[:, :-1]], 1)
+    return m.gate(x + before * m.mu)
+
+
+def behind_a_projected_row(m: Mixed, x: Tensor) -> Tensor:
+    return m.up(torch.cat([m.gate(x.new_zeros(x.shape[0], 1, WIDTH)), m.gate(x)[:, :-1]], 1)).chunk(3, -1)[0]
+
+
 CAUSAL: list[Mixer] = [
+    behind_a_learned_row,
+    behind_a_projected_row,
     padded_then_cut,
     padded_on_the_left,
     gated_on_both_sides,
