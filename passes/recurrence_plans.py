@@ -23,10 +23,9 @@ from streamfx.ir.recurrence import Axes, Final, Instruction, Join, Number, Opera
 from streamfx.ir.signature import LetterShape
 from streamfx.passes.linear import READS_STRIDES
 from streamfx.passes.unrolled import Joined, Row
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 
 MOST_FINALS = 24  # values of single rows that are used outside of a loop
-aten = torch.ops.aten
-COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 class NoRecurrence(Exception):
