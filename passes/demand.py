@@ -237,6 +237,8 @@ class _Analysis:
         step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
         if step != 1:
             return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
+        if signature.shifts:
+            return f"{node.target} cuts or pads the sequence to what is worked on in one piece"
         if signature.blocks:
             letter, rows = next(iter(signature.blocks.items()))
             whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (rows, letter))

@@ -6,10 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import TypeAlias
 
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, SequenceAxis
 from streamfx.ir.sizes import Size, numeric
+
+Link: TypeAlias = "tuple[Atom, Atom, Size, bool]"
+MOST_PARTS = 24
 
 
 def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
@@ -29,7 +33,7 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links = shift_links(axes)
+    links = _few_for_each(shift_links(axes))
     grown = True
     while grown:
         grown = False
@@ -50,6 +54,15 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
             blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
             grown = True
     return members, blocks
+
+
+def _few_for_each(links: list[Link]) -> list[Link]:
+    """Without the parts of an axis that is cut into very many: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled."""
+    targets: dict[Atom, set[Atom]] = defaultdict(set)
+    for source, target, _, _ in links:
+        targets[source].add(target)
+        targets[target].add(source)
+    return [link for link in links if max(len(targets[link[0]]), len(targets[link[1]])) <= MOST_PARTS]
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
     return [cut for cut in found if cut.size in sizes]
 
 
-def shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
+def shift_links(axes: AxisFacts) -> list[Link]:
     links = []
     for node, signature in axes.signatures.items():
         for letter, (source_letter, start) in signature.shifts.items():

@@ -128,7 +128,8 @@ def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
 
 def _write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
     place = _place(node, *node.args[2:4])
-    if place is None or place[2] < FEWEST:
+    same_type = node_argument(node, 1).meta["val"].dtype == node.meta["val"].dtype  # else what is written is converted
+    if place is None or place[2] < FEWEST or not same_type:
         return
     base = node_argument(node)
     chain, position = chains.get(base, (None, -1))
