@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.log import log
-from streamfx.passes.axes import axes_of
+from streamfx.passes.axes import Axes
 from streamfx.passes.linear import is_random
 from streamfx.passes.recurrence_plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.rolling import roll, sort_again
@@ -43,7 +44,8 @@ class Recurrences:
         lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
         if not lengths:
             return replace(facts, joint=joint)
-        axes = axes_of(joint)
+        axes = Axes().apply(replace(facts, joint=joint)).axes
+        assert axes is not None
         for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
             roll(plan, joint.graph)
         sort_again(joint.graph)
@@ -67,7 +69,12 @@ class _Family:
         self._forward_steps()
         self._backward_steps()
         found: list[Planned] = []
+        linked: set[Dim] = set()  # axes of what loops over the sequence have made
         for pair in self.pairs():
+            read = [axes.shapes[row.source][row.dim] for row in (*pair.forward_reads.values(), *pair.backward_reads.values())]
+            if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read):
+                continue
+            linked |= {axes.table.resolve(axes.shapes[join.node][join.dim]) for join in pair.forward_joins}
             try:
                 found.append(planned(pair, axes, self.nodes))
             except NoRecurrence as reason:

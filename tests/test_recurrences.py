@@ -220,6 +220,19 @@ def test_a_state_that_grows() -> None:
     check(mixer, 9, count=0, chunk_size=3, streams=False)
 
 
+def test_several_streams() -> None:
+    """A loop over residual streams, each of which needs the first one: no loop over the sequence."""
+
+    def mixer(m: Mixed, x: Tensor) -> Tensor:
+        streams = torch.stack([x, m.gate(x), x * m.mu, x.sin()])
+        made = [streams[0]]
+        for i in range(1, 4):
+            made.append(streams[i] / made[0].norm(dim=-1, keepdim=True))
+        return m.out(torch.stack(made).mean(0))
+
+    check(mixer, 7, count=0, chunk_size=3)
+
+
 def test_dropout_inside() -> None:
     def mixer(m: Mixed, x: Tensor) -> Tensor:
         rows, state = [], zeros(x)
