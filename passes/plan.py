@@ -45,7 +45,7 @@ class Plan:
             return -(-asked // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
-        return AutoChunk(row_bytes, stream_bytes, granule)
+        return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
         """Values that the backward half would otherwise compute a second time."""
