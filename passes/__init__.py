@@ -17,6 +17,7 @@ from streamfx.passes.fit import Fit
 from streamfx.passes.loss_gradient import LossGradient
 from streamfx.passes.lower import Lower
 from streamfx.passes.plan import Plan
+from streamfx.passes.recurrences import Recurrences
 from streamfx.passes.rewrite import Rewrite
 from streamfx.passes.stages import Stages
 
@@ -34,6 +35,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
     """All passes, in order."""
     return (
         Canonicalize(),  # what is this, in the fewest operators?
+        Recurrences(),  # which unrolled loops carry a state from row to row?
         Axes(),  # which dimension of which value is the sequence?
         Demand(),  # which rows of its operands does each operator need?
         Causality(),  # which keys can a chunk's rows see?

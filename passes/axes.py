@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,10 +26,14 @@ from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.along_sequence import run_along_sequence, taken_apart
 from streamfx.passes.linear import is_moved_elements, is_random
+from streamfx.passes.members import sequence_of, shift_links
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
+
+NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_ROWS = "{target} reads rows of one length as rows of another"
 
 # Operators that tell the rows along a dimension apart by their position.
 BY_POSITION = frozenset(
@@ -60,26 +65,59 @@ class Axes:
             return replace(facts, axes=AxisFacts(AxisTable(), {}, {}, {}, {}, {}, frozenset()))
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
-        if split := _split_axes(facts.joint, axes):
-            unsplit = axes_of(facts.joint, split)
-            whole = sequence_axis(facts.joint, unsplit)
-            if whole is not None and whole.main in unsplit.table.resolve(tuple(split)):
-                axes, sequence = unsplit, whole
+        if split := _split_axes(facts.joint, axes, sequence):
+            kept = axes_of(facts.joint, split)
+            whole = sequence_axis(facts.joint, kept)
+            places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
+            if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
+                mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
+                whole = sequence_of(mains[0], kept) if mains else None
+            if whole is not None:
+                axes, sequence = kept, whole
         axes = replace(axes, sequence=sequence)
         if sequence is not None and (found := run_along_sequence(facts.joint, axes)):
             return self.apply(replace(facts, joint=taken_apart(facts.joint, found)))
         return replace(facts, axes=axes)
 
 
-def _split_axes(joint: JointGraph, axes: AxisFacts) -> tuple[Atom, ...]:
-    """Axes of inputs that some view cuts into blocks: where one is the sequence, its rows stay single, and the blocks whole."""
-    dims = {dim for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint) for dim in axes.shapes[node]}
-    return tuple(sorted(atom for dim in dims if len(dim) == 1 and len(axes.table.resolve(dim)) > 1 for atom in dim))
+def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
+    return sequence is not None and sequence.main in axes.table.resolve(dim)
 
 
-def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
-    """The axes of every dimension, with no choice of a sequence yet. Axes of inputs in `unsplit` are kept in one piece."""
-    table = AxisTable(unsplit)
+def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
+    """Dimensions of inputs that some view cuts into blocks: where one is the sequence, its rows stay single.
+
+    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks.
+    """
+    table = axes.table
+    whole = {
+        (node, i): dim
+        for node in joint.primals
+        if is_tensor(node) and not _is_parameter_like(node, joint)
+        for i, dim in enumerate(axes.shapes[node])
+        if len(dim) == 1
+    }
+    split = {place for place, dim in whole.items() if len(table.resolve(dim)) > 1}
+    if sequence is not None and _has_split_relative(axes, sequence):
+        split |= {place for place, dim in whole.items() if table.resolve(dim) == (sequence.main,)}
+    return frozenset(split)
+
+
+def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+    for node, signature in axes.signatures.items():
+        for letter, (source, _) in signature.shifts.items():
+            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (source, letter))
+            if len(operand) == 1 < len(result) and operand[0] in sequence.members:
+                return True
+    return False
+
+
+def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet.
+
+    The dimensions of inputs in `kept` stay in one piece, and so does what is cut out of them or padded around them.
+    """
+    table = AxisTable()
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     found: dict[fx.Node, Signature] = {}
@@ -88,6 +126,8 @@ def axes_of(joint: JointGraph, unsplit: tuple[Atom, ...] = ()) -> AxisFacts:
     for node in joint.sources:
         if is_tensor(node):
             shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
+    for node, i in kept:
+        table.keep(shapes[node][i][0])
     for node in joint.nodes:
         if node.target is operator.getitem:
             if is_tensor(node):
@@ -119,7 +159,7 @@ def _apply_rule(
     call = Call(node, table, shapes)
     signature = rule(call)
     if signature is None:
-        return f"the rule for {node.target} does not cover these arguments"
+        return (OTHER_ROWS if is_moved_elements(node) else NOT_COVERED).format(target=node.target)
     bound = dict(signature.atoms)
     for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
         for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
@@ -134,7 +174,16 @@ def _apply_rule(
             if len(letter_dim) == 1 and letter_dim[0] not in bound:
                 bound[letter_dim[0]] = table.fresh(size)
         made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+    _keep_shifted(signature, bound, table)
     return signature, bound, tuple(made)
+
+
+def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
+    """An axis that is cut out of one that stays in one piece, or padded around it, stays in one piece as well."""
+    for letter, (source, _) in signature.shifts.items():
+        result, operand = table.resolve(bound[letter]), table.resolve(bound[source])
+        if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
+            table.keep(result[0])
 
 
 def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -161,9 +210,7 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
-    if main is None:
-        return None
-    return SequenceAxis(main, axes.table.size(main), _members(main, axes))
+    return None if main is None else sequence_of(main, axes)
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
@@ -195,10 +242,11 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     """Axes that are cut out of these, padded or joined from them."""
-    links = [(source, target) for source, target, _, _ in _shift_links(axes)]
+    links = [(source, target) for source, target, _, _ in shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            own = {atom for letter in signature.whole for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+            dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
+            own = {dim[0] for dim in dims if len(dim) == 1}
             links += [(one, other) for one in own for other in own]
     found: set[Atom] = set()
     while atoms - found:
@@ -300,36 +348,3 @@ def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
 def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
     """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
     return bool(node.meta.get("streamfx_static_address", False))
-
-
-def _members(main: Atom, axes: AxisFacts) -> dict[Atom, tuple[Size, Size]]:
-    """Axes cut out of the sequence or padded around it, with their offsets.
-
-    A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
-    is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
-    """
-    members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
-    links = _shift_links(axes)
-    grown = True
-    while grown:
-        grown = False
-        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
-        for source, target, start, is_static in links:
-            if source in members and target not in members:
-                candidates[target].append((not is_static, members[source][0] + start))
-        for atom, offers in candidates.items():
-            preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
-            members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
-            grown = True
-    return members
-
-
-def _shift_links(axes: AxisFacts) -> list[tuple[Atom, Atom, Size, bool]]:
-    links = []
-    for node, signature in axes.signatures.items():
-        for letter, (source_letter, start) in signature.shifts.items():
-            source = axes.table.resolve(axes.letters[node][source_letter])
-            target = axes.table.resolve(axes.letters[node][letter])
-            if len(source) == len(target) == 1:
-                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
-    return links

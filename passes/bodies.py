@@ -8,7 +8,7 @@ over the sequence, random draws, fused attention) have an emitter of their own i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -135,7 +135,7 @@ class BodyBuilder(BodyInputs):
             if producer is not node:
                 made = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
             else:
-                made = EMITTERS.get(node.target, emit_replay if is_random(node) else emit_copy)(self, node)
+                made = emitter_of(node)(self, node)
             self._name(node, made)
             self.made[key] = made
         return self.made[key]
@@ -213,6 +213,12 @@ class BodyBuilder(BodyInputs):
         """A row that a scan hands from chunk to chunk, and the list of its values at the start of each chunk."""
         shape = list(self.layout.full_shape(node))
         shape[dim] = 1
+        return self.carry_of(node, shape, dtype, keeps_states)
+
+    def carry_of(
+        self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """What an operator hands from chunk to chunk, and the list of its values at the start of each chunk."""
         self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, zeroed=True))
         carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
         self.symbols |= free_symbols(shape)
@@ -353,6 +359,11 @@ def mean_count(node: fx.Node, layout: Layout) -> Size:
         return 1
     table = layout.axes.table
     return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
+
+
+def emitter_of(node: fx.Node) -> Emitter:
+    found = EMITTERS.get(node.target) or EMITTERS.get(type(node.target))
+    return found or (emit_replay if is_random(node) else emit_copy)
 
 
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:

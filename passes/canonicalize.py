@@ -148,6 +148,13 @@ def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return operand if shape_of_node(operand) == shape_of_node(node) else None  # type: ignore[arg-type,return-value]
 
 
+def _copied(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """What is written over all of a value of the same shape and type."""
+    over, value = node.args[:2]
+    is_same = is_tensor(value) and shape_of_node(value) == shape_of_node(over) and _dtype(value) == _dtype(over)  # type: ignore[arg-type]
+    return value if is_same else None  # type: ignore[return-value]
+
+
 def _full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     step = bound_arguments(node)["step"]
     return _same_shape(node, writer) if step == 1 else None
@@ -179,15 +186,35 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     computed = [i for i, fill in enumerate(fills) if fill is None]
     values = {fill for fill in fills if fill is not None}
     floating = all(_dtype(item) == _dtype(node) and _dtype(item).is_floating_point for item in full)
+    rank = len(shape_of_node(node))
+    dim = bound_arguments(node)["dim"] % rank if rank else 0
+    if floating and len(computed) == len(full) == 2 and dim < rank - 1:
+        return _row_beside(full, dim, node, writer)
     if len(computed) != 1 or len(values) != 1 or not floating:
         return None
     (i,) = computed
-    rank = len(shape_of_node(node))
-    dim = bound_arguments(node)["dim"] % rank
     before, after = (sum(item.meta["val"].shape[dim] for item in side) for side in (full[:i], full[i + 1 :]))
     if not isinstance(before, int) or not isinstance(after, int):
         return None
     return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop())
+
+
+def _row_beside(pieces: list[fx.Node], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """One row before or behind all but one row of another value, as token shifts have it: each padded with zeros, added up."""
+    lengths = [shape_of_node(piece)[dim] for piece in pieces]
+    if sorted(length == 1 for length in lengths) != [False, True] or not all(isinstance(length, int) for length in lengths):
+        return None
+    i, others = lengths.index(1), [0, 0] * (len(shape_of_node(node)) - 1 - dim)
+    if not _is_shift(pieces[1 - i], dim):
+        return None
+    shape, at = list(node.meta["val"].shape), 0 if i == 0 else lengths[0]
+    rest = writer.call(aten.constant_pad_nd.default, pieces[1 - i], [*others, *((1, 0) if i == 0 else (0, 1))], 0.0)
+    row = writer.call(aten.slice_backward.default, pieces[i], shape, dim, at, at + 1, 1)
+    return writer.call(aten.add.Tensor, rest, row)
+
+
+def _is_shift(piece: fx.Node, dim: int) -> bool:
+    return piece.target is aten.slice.Tensor and bound_arguments(piece)["dim"] % len(shape_of_node(piece)) == dim
 
 
 def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -282,6 +309,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten._unsafe_view.default: _same_shape,
     aten.reshape.default: _same_shape,
     aten.expand.default: _same_shape,
+    aten.copy.default: _copied,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _full_slice,
     aten.t.default: _double_transpose,

@@ -15,17 +15,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
-from streamfx.ir.sizes import numeric, product
+from streamfx.ir.sizes import numeric, product, quotient
 from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
 
+aten = torch.ops.aten
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
-CUTS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
+CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
+JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
+MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,14 @@ class _Analysis:
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
-        """How many sequence dimensions the operator deals with at once; a shifted letter is the same one again."""
-        return len(letters) - sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
+        """How many sequence dimensions the operator deals with at once; a letter that is shifted or cut is the same one again."""
+        again = sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
+        return len(letters) - again - sum(letter in letters and rows in letters for letter, rows in signature.blocks.items())
+
+    def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
+        sequence = self.axes.sequence
+        atoms = (self.axes.sequence_atom(self.axes.letters[node][letter]) for letter in letters)
+        return sequence is not None and any(atom in sequence.blocks for atom in atoms)
 
     # -- rows or keys
 
@@ -160,7 +170,8 @@ class _Analysis:
         return roles
 
     def _is_pair(self, node: fx.Node) -> bool:
-        return self._slots(self.axes.signatures[node], self._sequence_letters(node)) == 2
+        letters = self._sequence_letters(node)
+        return self._slots(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
 
     def _relate(self, node: fx.Node, parity: _Parity) -> None:
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
@@ -215,14 +226,29 @@ class _Analysis:
         if self._slots(signature, letters) > 2 or self._has_double_letter(node):
             self.reasons[node] = f"{node.target} has more than two sequence dimensions"
             return outside
+        if self._slots(signature, letters) == 2 and self._has_blocks(node, letters):
+            if any(self.forms[operand][0] not in (Form.SCALAR, Form.WHOLE) for operand in operands):
+                self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
+            return outside
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
-                reason = CUTS_ROWS if is_moved_elements(node) else MIXES_ROWS
-                self.reasons[node] = reason.format(target=node.target)
+                self.reasons[node] = self._why_whole(node, signature)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
+
+    def _why_whole(self, node: fx.Node, signature: Signature) -> str:
+        step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
+        if step != 1:
+            return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
+        if signature.shifts:
+            return f"{node.target} cuts or pads the sequence to what is worked on in one piece"
+        if signature.blocks:
+            letter, rows = next(iter(signature.blocks.items()))
+            whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (rows, letter))
+            return CUTS_ROWS.format(target=node.target, size=quotient(whole, outer))
+        return (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS).format(target=node.target)
 
     def _is_narrow(self, shape: Shape) -> bool:
         """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""
@@ -272,7 +298,19 @@ class _Analysis:
                 roles[letter if letter in roles else source] = Role.WHOLE
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
+        for letter, rows in signature.blocks.items():
+            if self._are_own_blocks(node, letter, rows):
+                roles[letter] = roles[rows] = Role.ROWS
         return roles
+
+    def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
+        """Whether an axis of blocks is cut out of one of rows such that both have the same part in each chunk."""
+        sequence, table = self.axes.sequence, self.axes.table
+        outer, own = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
+        if sequence is None or len(outer) != 1 or len(own) != 1 or outer[0] not in sequence.blocks or own[0] in sequence.blocks:
+            return False
+        begins_together = own[0] in sequence.members and sequence.members[own[0]][0] == sequence.members[outer[0]][0]
+        return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(own[0])
 
     def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
         """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
@@ -285,6 +323,8 @@ class _Analysis:
         sequence, table = self.axes.sequence, self.axes.table
         result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
         if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
+            return False
+        if sequence.block(result[0]) != sequence.block(operand[0]):
             return False
         if Role.KEYS not in roles.values():
             return True

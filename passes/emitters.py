@@ -11,6 +11,7 @@ from streamfx.ir.facts import Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
+from streamfx.ir.recurrence import Plan
 from streamfx.ir.sizes import product, size_of
 from streamfx.passes.adders import arranged
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
@@ -20,6 +21,7 @@ from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -180,6 +182,31 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         raise NotImplementedError(f"{node.name} is scanned against the direction of its loop")
     states = builder.feed(f"{node.name}_states", Same(), known)
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
+
+
+@emits(Recurrence)
+def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
+    plan: Plan = node.target.plan  # type: ignore[union-attr]
+    layout, rows = builder.layout, plan.axes.rows
+    if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
+        return emit_copy(builder, node)
+    first = builder.number(first_in_chunk(layout.rows(layout.axes.letters[node][rows]), builder.length))
+    chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
+    known = builder.outer_states(forward) if forward is not None else None
+    states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
+    run: Recurrence = node.target  # type: ignore[assignment]
+    if plan.own.reverse:
+        if not builder.reverse or (plan.again is not None and plan.again.carried and known is None):
+            raise NotImplementedError(f"{node.name} has no states to start from")
+        carry, _ = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=False)
+        return builder.graph.call_function(run.retreat, (first, carry, states, chunk, *operands))
+    if builder.reverse:
+        if known is None:
+            raise NotImplementedError(f"{node.name} is carried against the direction of its loop")
+        return builder.graph.call_function(run.resume, (first, states, chunk, *operands))
+    carry, made = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=known is None)
+    return builder.graph.call_function(run.advance, (first, carry, made, chunk, *operands))
 
 
 @emits(aten.repeat.default)

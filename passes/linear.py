@@ -11,6 +11,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, tensor_operands
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -72,6 +73,7 @@ LINEAR_IN: dict[Any, tuple[int, ...]] = {
     aten._to_copy.default: (0,),
 }
 
+READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,
@@ -105,7 +107,7 @@ def is_random(node: fx.Node) -> bool:
 def is_expensive(node: fx.Node) -> bool:
     """Worth storing rather than computing twice."""
     producer = node.args[0] if node.target is operator.getitem else node
-    return isinstance(producer, fx.Node) and producer.target in CONTRACTIONS
+    return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 
 
 def is_linear_map(node: fx.Node) -> bool:

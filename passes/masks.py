@@ -300,6 +300,8 @@ class Masks:
         atom = self._axes.sequence_atom(self._axes.shapes[node][dim])
         if sequence is None or atom is None or len(self._axes.table.resolve(self._axes.shapes[node][dim])) != 1:
             return None
+        if atom in sequence.blocks:
+            return None
         return sequence.members[atom][0]
 
     def _softmax(self, node: fx.Node) -> Pieces:

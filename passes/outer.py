@@ -15,15 +15,15 @@ from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
+from streamfx.passes.linear import READS_STRIDES
 from streamfx.passes.regions import Region, is_loop_value
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
-
-READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
 
 
 class OuterBuilder:
@@ -40,6 +40,7 @@ class OuterBuilder:
         self.env: dict[fx.Node, fx.Node] = {}
         self.symbols: dict[sympy.Symbol, Any] = {}
         self.states: dict[fx.Node, fx.Node] = {}
+        self.chunks_of_states: dict[fx.Node, ChunkSize] = {}
         self.loops: list[Loop] = []
 
     def has(self, node: fx.Node) -> bool:
@@ -105,6 +106,18 @@ class OuterBuilder:
         """The states that a scan had at the start of each chunk, where another loop has left them."""
         return self.states.get(node)
 
+    def chunks_of(self, region: Region) -> ChunkSize | None:
+        """The chunks through which this half has carried what a region carries again."""
+        carried = [node.meta.get("streamfx_forward", node) for node in region.nodes]
+        return next((self.chunks_of_states[node] for node in carried if node in self.chunks_of_states), None)
+
+    def _states_for(self, node: fx.Node, chunk_size: ChunkSize) -> fx.Node | None:
+        """The same, for a loop over chunks of this size: of other chunks there are no states."""
+        states = self.states_of(node)
+        if states is not None and self.chunks_of_states[node] != chunk_size:
+            raise NotImplementedError(f"{node.name} is carried through chunks of two sizes")
+        return states
+
     # -- loops
 
     def run(self, name: str, region: Region, chunk_size: ChunkSize, device: torch.device) -> None:
@@ -131,7 +144,9 @@ class OuterBuilder:
         self.emit(node)
 
     def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize, device: torch.device) -> None:
-        builder = BodyBuilder(self.layout, self.value, self.order, region.reverse, self.plan, self.states_of)
+        builder = BodyBuilder(
+            self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
+        )
         spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size, device)
         loop = Loop(spec)
         self.module.add_module(name, loop)
@@ -145,11 +160,15 @@ class OuterBuilder:
         for position, node in enumerate(builder.states, len(leaves)):
             made = self.graph.call_function(operator.getitem, (call, position))
             made.meta = {"val": first_row(node), "joint": node.name}
-            self.states[node] = made
+            self.states[node], self.chunks_of_states[node] = made, chunk_size
 
 
 def first_row(node: fx.Node) -> torch.Tensor:
     """A fake value like a state of a scan: how many chunks leave one is known at run time."""
+    if isinstance(node.target, Recurrence):
+        own = node.target.plan.own
+        like: torch.Tensor = node.meta["val"][0]
+        return like.new_empty((1, own.carried), dtype=own.dtype)
     dim = bound_arguments(node)["dim"]
     value: torch.Tensor = node.meta["val"]
     with torch.no_grad():

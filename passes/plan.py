@@ -39,11 +39,13 @@ class Plan:
 
     def chunk_size(self, stage: Stage, facts: Facts) -> ChunkSize:
         asked = self.options.loss_chunk_size if is_loss_stage(stage, facts) else self.options.chunk_size
+        assert facts.axes is not None and facts.axes.sequence is not None
+        granule = facts.axes.sequence.granule
         if asked != "auto":
-            return asked
+            return -(-asked // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
-        return AutoChunk(row_bytes, stream_bytes)
+        return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
         """Values that the backward half would otherwise compute a second time."""
@@ -123,4 +125,6 @@ def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
     table, members = axes.table, axes.sequence.members  # type: ignore[union-attr]
     atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
     rows = next((i for i, atom in enumerate(atoms) if atom in members), None)
-    return product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
+    elements = product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
+    block = 1 if rows is None else axes.sequence.block(atoms[rows])  # type: ignore[union-attr]
+    return elements if block == 1 else -(-elements // block)

@@ -72,7 +72,8 @@ class _Rewriter:
                 backward.fetch_for(self.stages.index(stage) - 1)
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
-            backward.run(f"{_identifier(stage.name)}_backward", region, self.chunk_size(stage), self.device)
+            chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
+            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size, self.device)
         gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
         saved, numbers = backward.finish(gradients)
         forward.graph.output((*results, *saved, *numbers))
@@ -200,6 +201,7 @@ class _BackwardBuilder(OuterBuilder):
     def states_of(self, node: fx.Node) -> fx.Node | None:
         if node not in self.states and node in self.forward.states:
             self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
+            self.chunks_of_states[node] = self.forward.chunks_of_states[node]
         return self.states.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:

@@ -68,14 +68,14 @@ def test_single_rows_stream(use: Use) -> None:
 
 
 def test_row_by_row_is_no_single_row() -> None:
-    """A recurrence that takes every row of a value by itself would be a loop for each."""
+    """A recurrence that takes every row of a value by itself, from the last on, would be a loop for each."""
 
     def recurrence(model: Single, x: Tensor, labels: Tensor) -> Tensor:
         state, states = torch.zeros_like(x[:, 0]), []
-        for step in range(x.shape[1]):
+        for step in reversed(range(x.shape[1])):
             state = torch.tanh(state + x[:, step])
             states.append(state)
-        return F.cross_entropy(model.head(torch.stack(states, 1)).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(model.head(torch.stack(states[::-1], 1)).flatten(0, 1), labels.flatten())
 
     model = made(type("Used", (Single,), {"use": staticmethod(recurrence)}))
     ids, labels = torch.randint(0, VOCABULARY, (2, 2, 9), generator=torch.Generator().manual_seed(5))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Facts, Form
+from streamfx.ir.facts import Facts
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 
@@ -107,7 +107,18 @@ def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(before)
 
 
+def behind_a_learned_row(m: Mixed, x: Tensor) -> Tensor:
+    before = torch.cat([m.mu.expand(x.shape[0], 1, WIDTH), x[:, :-1]], 1)
+    return m.gate(x + before * m.mu)
+
+
+def behind_a_projected_row(m: Mixed, x: Tensor) -> Tensor:
+    return m.up(torch.cat([m.gate(x.new_zeros(x.shape[0], 1, WIDTH)), m.gate(x)[:, :-1]], 1)).chunk(3, -1)[0]
+
+
 CAUSAL: list[Mixer] = [
+    behind_a_learned_row,
+    behind_a_projected_row,
     padded_then_cut,
     padded_on_the_left,
     gated_on_both_sides,
@@ -193,37 +204,85 @@ def test_any_length(mixer: Mixer) -> None:
     assert not any(isinstance(sequence_length(facts), int) for facts in report.facts)
 
 
-def test_rows_written_one_by_one() -> None:
-    """A recurrence, unrolled, runs whole and exactly; the products around it stream, in few loops."""
+def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
+    return F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
-    def recurrence(m: Mixed, x: Tensor) -> Tensor:
-        y, state = torch.zeros_like(x), x.new_zeros(x.shape[0], WIDTH)
-        decay, value = m.gate(x).sigmoid(), m.point(x.mT).mT
-        for t in range(x.shape[1]):
-            state = decay[:, t] * state + value[:, t]
-            y[:, t] = state
-        return m.gate(y)
 
-    report = check(recurrence, 9, chunk_size=4, streams=False)
-    (facts,) = report.facts
-    assert facts.demand is not None and facts.program is not None
-    assert all("select" in reason for reason in facts.reasons())
-    products = [node for node in facts.joint.nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
-    assert products and all(facts.demand.form(node) not in (Form.SCALAR, Form.WHOLE) for node in products)
-    assert len(facts.program.loops) < 12
+def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
+    blocks = padded_into_blocks(m, x)
+    mixed = (blocks @ blocks.mT).tril().softmax(-1) @ blocks
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+
+def padded_in_front(m: Mixed, x: Tensor) -> Tensor:
+    """A block of nothing before the first one, so that each block sees the one before it."""
+    blocks = F.pad(x, (0, 0, 4, -x.shape[1] % 4)).unflatten(1, (-1, 4))
+    mixed = (blocks[:, 1:] @ blocks[:, :-1].mT).softmax(-1) @ blocks[:, :-1]
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
+
+
+def of_two_sizes(m: Mixed, x: Tensor) -> Tensor:
+    means = [padded_into_blocks(m, x, size).cumsum(2).flatten(1, 2)[:, : x.shape[1]] for size in (2, 3)]
+    return m.gate(means[0] * means[1])
+
+
+def scanned_in_blocks(m: Mixed, x: Tensor) -> Tensor:
+    """A linear attention with decay as Mamba 2 has it: scores inside of blocks, states between them by one small product."""
+    q, k, v = (padded_into_blocks(m, y) for y in (x, m.gate(x), x * m.mu))
+    decay = padded_into_blocks(m, -m.gate(x).exp())[..., :1].cumsum(2)
+    inside = (decay - decay.mT).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), float("-inf")).exp()
+    states = (k * (decay[:, :, -1:] - decay).exp()).mT @ v
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    total = F.pad(decay[:, :, -1, 0], (1, 0)).cumsum(1)
+    between = (total[:, :, None] - total[:, None]).tril().exp().tril()
+    before = torch.einsum("bcz,bzij->bcij", between, states)[:, :-1]
+    mixed = (q @ k.mT * inside) @ v + (q @ before) * decay.exp()
+    return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
 
 
 @pytest.mark.parametrize("length", [16, 19])
-def test_blocks(length: int) -> None:
-    """Attention inside of blocks of four rows runs whole, whether or not the sequence has to be padded for it."""
+@pytest.mark.parametrize("mixer", [inside_of_blocks, of_two_sizes], ids=lambda mixer: mixer.__name__)
+def test_blocks(mixer: Mixer, length: int) -> None:
+    """What happens inside of blocks streams, whether or not the sequence has to be padded for it: chunks hold whole blocks."""
+    check(mixer, length, chunk_size=3, also=(1, 8, 16))
 
-    def inside_of_blocks(m: Mixed, x: Tensor) -> Tensor:
-        padded = F.pad(shifted_by_padding(m, x), (0, 0, 0, -x.shape[1] % 4))
-        blocks = padded.unflatten(1, (-1, 4))
-        mixed = (blocks @ blocks.mT).tril().softmax(-1) @ blocks
-        return m.gate(mixed.flatten(1, 2)[:, : x.shape[1]])
 
-    check(inside_of_blocks, length, chunk_size=5, also=(16,), streams=False)
+@pytest.mark.parametrize("length", [16, 19])
+def test_blocks_that_see_the_one_before(length: int) -> None:
+    """Rows of blocks that stand one block apart are not known to be rows of the sequence again: exact, and whole."""
+    check(padded_in_front, length, chunk_size=3, also=(8,), streams=False)
+
+
+@pytest.mark.parametrize("length", [16, 19])
+def test_blocks_that_hand_on_states(length: int) -> None:
+    """The states between blocks are found from all of them, and nothing else is."""
+    report = check(scanned_in_blocks, length, chunk_size=3, also=(8,), streams=False)
+    (facts,) = report.facts
+    assert facts.axes is not None and facts.axes.sequence is not None
+    assert facts.axes.sequence.granule == 4
+    assert {reason.split(" ", 1)[1] for reason in facts.reasons()} == {"mixes blocks of rows of the sequence"}
+    assert facts.demand is not None
+    wide = [node for node in facts.demand.reasons if node.meta["val"].numel() > 2 * length * WIDTH * WIDTH // 3]
+    assert not wide
+
+
+def test_one_block() -> None:
+    """Blocks longer than half of the sequence give no chunks: they run whole, and all around them streams."""
+    report = check(
+        lambda m, x: m.gate(padded_into_blocks(m, x, 12).cumsum(2).flatten(1, 2)[:, : x.shape[1]]),
+        19,
+        chunk_size=3,
+        streams=False,
+    )
+    assert all("into blocks of 12 rows" in reason for facts in report.facts for reason in facts.reasons())
+
+
+def test_blocks_of_any_length() -> None:
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        compare(
+            decoders.made(lambda: Mixed(inside_of_blocks)), {"ids": ids, "labels": ids}, chunk_size=3, also=(16,), streams=None
+        )
 
 
 def test_a_total_from_the_end() -> None:
@@ -231,6 +290,20 @@ def test_a_total_from_the_end() -> None:
     report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
     reasons = [reason for facts in report.facts for reason in facts.reasons()]
     assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
+
+
+@pytest.mark.parametrize("mixer", [running_sum, linear_attention], ids=lambda mixer: mixer.__name__)
+def test_totals_in_chunks_of_two_sizes(mixer: Mixer) -> None:
+    """Scores that are returned are a cut: the loss' own backward loops start from states of another stage's chunks."""
+
+    class Scores(Mixed):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            x = self.embed(ids)
+            scores = self.head(x + self.mixer(self, F.rms_norm(x, (WIDTH,))))
+            return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    compare(decoders.made(lambda: Scores(mixer)), {"ids": ids, "labels": ids}, chunk_size=5, loss_chunk_size=3, outputs="dense")
 
 
 @pytest.mark.parametrize("length", [3, 4, 5])

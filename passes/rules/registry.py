@@ -116,7 +116,7 @@ def broadcast(call: Call, operands: Sequence[int] | None = None, results: int | 
 
 def rule_for(node: fx.Node) -> Rule | None:
     """The rule of a node's operator; operators that torch itself tags as pointwise need no entry."""
-    found = RULES.get(node.target)
+    found = RULES.get(node.target) or RULES.get(type(node.target))
     if found is not None:
         return found
     return broadcast if is_tagged_pointwise(node.target) else None

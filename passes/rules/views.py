@@ -25,12 +25,12 @@ def _own_letters(rank: int) -> LetterShape:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: Call) -> Signature | None:
-    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed whole."""
+    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed in whole blocks."""
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
         return None
     before = call.dims(0)
-    numbers, atoms, whole = count(), dict[int, Dim](), set[int]()
+    numbers, atoms, whole, blocks = count(), dict[int, Dim](), set[int](), dict[int, int]()
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
@@ -43,9 +43,12 @@ def view(call: Call) -> Signature | None:
         other = own if is_same else [next(numbers) for _ in range(made)]
         for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
             atoms[letter] = (atom,)
-        whole.update(() if is_same else (*own, *other))
+        if not is_same:
+            whole.update((*own, *other))
+            blocks |= {other[0]: own[0]} if taken == 1 else {own[0]: other[0]}
         operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
-    return Signature((_grouped(operand, before),), (_grouped(result, groups),), atoms=atoms, whole=frozenset(whole))
+    letters = (_grouped(operand, before),), (_grouped(result, groups),)
+    return Signature(*letters, atoms=atoms, whole=frozenset(whole), blocks=blocks)
 
 
 def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:

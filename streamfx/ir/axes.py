@@ -16,11 +16,11 @@ Dim: TypeAlias = "tuple[Atom, ...]"
 
 
 class AxisTable:
-    """Union-find over atoms, each of which may also be refined into a product of finer ones, except for those in `unsplit`."""
+    """Union-find over atoms, each of which may also be refined into a product of finer ones, except for those that are kept."""
 
-    def __init__(self, unsplit: Sequence[Atom] = ()) -> None:
-        self._unsplit = unsplit
-        self._blocks: list[tuple[Atom, Dim]] = []  # unsplit atoms, and the axes into which a view cuts them
+    def __init__(self) -> None:
+        self._kept: set[Atom] = set()
+        self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view cuts them
         self._parent: list[Atom] = []
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
@@ -28,6 +28,13 @@ class AxisTable:
     def fresh(self, size: Size) -> Dim:
         """A dimension that so far has nothing to do with any other."""
         return () if size == 1 else (self._new(size),)
+
+    def keep(self, atom: Atom) -> None:
+        """State that an atom stays in one piece, whatever cuts it."""
+        self._kept.add(self._root(atom))
+
+    def is_kept(self, atom: Atom) -> bool:
+        return self._root(atom) in self._kept
 
     def size(self, atom: Atom) -> Size:
         return self._size[self._root(atom)]
@@ -57,6 +64,7 @@ class AxisTable:
                 continue
             if self.size(a) == self.size(b):
                 self._parent[a] = b
+                self._kept |= {b} if a in self._kept else set()
                 continue
             if self._refine(a, self.size(b)):
                 todo_left.extend(reversed(self._parts[a]))
@@ -92,13 +100,17 @@ class AxisTable:
         return None if todo else tuple(dims)
 
     def are_blocks(self, atom: Atom, blocks: Dim) -> bool:
-        """Whether a view has cut an unsplit atom into these axes: (outer, inner), neither of which is any part of it."""
+        """Whether a view has cut a kept atom into these axes: (outer, inner), neither of which is any part of it."""
         return any(self._root(own) == self._root(atom) and self.resolve(cut) == self.resolve(blocks) for own, cut in self._blocks)
 
+    def cuts(self) -> list[tuple[Atom, Dim, Dim]]:
+        """Kept atoms that views have cut, with the axis of the blocks and the axis inside of a block."""
+        return [(self._root(own), *(self.resolve((part,)) for part in blocks)) for own, blocks in self._blocks]  # type: ignore[misc]
+
     def _cut(self, atom: Atom, outer: Size) -> Dim | None:
-        """Axes for an unsplit atom in blocks; the same ones each time."""
+        """Axes for an kept atom in blocks; the same ones each time."""
         inner = quotient(self.size(atom), outer)
-        if inner is None or atom not in map(self._root, self._unsplit):
+        if inner is None or atom not in self._kept:
             return None
         for own, blocks in self._blocks:
             if self._root(own) == atom and self.size(blocks[0]) == outer:
@@ -123,7 +135,7 @@ class AxisTable:
     def _refine(self, atom: Atom, outer: Size) -> bool:
         """Split an atom into `outer` times the rest, where that divides."""
         inner = quotient(self.size(atom), outer)
-        if inner is None or atom in map(self._root, self._unsplit):
+        if inner is None or atom in self._kept:
             return False
         self._parts[atom] = (self._new(outer), self._new(inner))
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import lcm
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -23,11 +24,22 @@ class SequenceAxis:
 
     `members` maps an atom to (offset, length): row i of such an axis stands at position i + offset of the sequence.
     Slices and paddings of the sequence are members of their own. The main atom has offset 0 and all `length` rows.
+    `blocks` holds the members whose every row stands for a block of rows of the sequence, with the block's size: row i stands
+    for rows i * size + offset to (i + 1) * size + offset. Chunks begin where blocks do, at multiples of `granule`.
     """
 
     main: Atom
     length: Size
     members: Mapping[Atom, tuple[Size, Size]]
+    blocks: Mapping[Atom, int] = field(default_factory=dict)
+
+    def block(self, atom: Atom) -> int:
+        """How many rows of the sequence a row of this axis stands for."""
+        return self.blocks.get(atom, 1)
+
+    @property
+    def granule(self) -> int:
+        return lcm(*self.blocks.values())
 
 
 @dataclass(frozen=True)

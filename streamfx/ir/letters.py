@@ -45,6 +45,7 @@ class Letters:
             text = f"{name}={self.axes.table.size(atom)}"
             if sequence is not None and atom in sequence.members and atom != sequence.main:
                 text += f" from row {sequence.members[atom][0]} of t"
+                text += f" in blocks of {sequence.block(atom)}" if atom in sequence.blocks else ""
             parts.append(text)
         return ", ".join(parts)
 

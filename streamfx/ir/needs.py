@@ -46,7 +46,7 @@ class Layout:
         atom = self.axes.sequence_atom(dim)
         assert sequence is not None and atom is not None
         offset, length = sequence.members[atom]
-        return Rows(offset, length)
+        return Rows(offset, length, sequence.block(atom))
 
     def placement(self, value: fx.Node, position: int) -> Placement:
         """Where a value's dimension holds the sequence."""
@@ -105,5 +105,6 @@ class Layout:
             return selector
         if selector is None:
             return OWN_ROWS
-        low = selector.by + placement.rows.offset - selector.rows.offset
-        return Span(low, low + selector.reach) if isinstance(low, int) else Span()
+        block = placement.rows.block
+        low = selector.by * block + placement.rows.offset - selector.rows.offset
+        return Span(low, low + selector.reach * block) if isinstance(low, int) else Span()

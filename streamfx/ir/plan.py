@@ -21,12 +21,13 @@ class AutoChunk:
     """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch. A `working_set` is what the work may take instead.
+    whole batch. A `working_set` is what the work may take instead. Chunks have a multiple of `granule` rows.
     """
 
     row_bytes: Size
     stream_bytes: Size
     working_set: int | None = None
+    granule: int = 1
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
         """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
@@ -36,7 +37,8 @@ class AutoChunk:
         most = max(least, working_set // max(row_bytes, 1))
         count = max(1, -(-length // most))
         rows = -(-length // count)
-        return min(length, -(-rows // MULTIPLE) * MULTIPLE) or 1
+        rows = -(-rows // MULTIPLE) * MULTIPLE
+        return min(length, -(-rows // self.granule) * self.granule) or 1
 
 
 ChunkSize: TypeAlias = "int | AutoChunk"

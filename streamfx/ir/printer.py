@@ -25,7 +25,7 @@ def text_of(facts: Facts, product: str) -> str:
     return "\n".join(line.rstrip() for line in PRODUCTS[product](facts)) + "\n"
 
 
-# -- canonicalize, axes: the graph, with the shape of each value
+# -- canonicalize, recurrences, axes: the graph, with the shape of each value
 
 
 def _graph(facts: Facts) -> Lines:
@@ -225,6 +225,7 @@ def _bodies(facts: Facts) -> Lines:
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "canonicalize": _graph,
+    "recurrences": _graph,
     "axes": _axes,
     "demand": _demand,
     "causality": _causality,

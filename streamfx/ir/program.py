@@ -23,10 +23,14 @@ PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS)}
 
 @dataclass(frozen=True)
 class Rows:
-    """An axis cut into chunks: `length` rows, row i standing at position i + `offset` of the sequence."""
+    """An axis cut into chunks: `length` rows, row i standing at position i * `block` + `offset` of the sequence.
+
+    Where a row is a block of several rows, chunks begin where blocks do.
+    """
 
     offset: Size
     length: Size
+    block: int = 1
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Signature:
     operands of a sum the same holds for a letter that both lose.
     `scans` maps a letter to whether its rows are scanned from the last to the first, each taking in all rows before it.
     `single` maps a letter to the number of the one row that is taken from it, or put into it among zeros.
+    `blocks` maps a letter to another one that it cuts into blocks, each of its rows being one: [(c l)] to [c l].
     `keys` marks the letters that run over keys where an attention operator knows it.
     `combine` says how the parts of a contracted letter are put together.
     """
@@ -43,6 +44,7 @@ class Signature:
     reach: Mapping[Letter, int] = field(default_factory=dict)
     scans: Mapping[Letter, bool] = field(default_factory=dict)
     single: Mapping[Letter, Size] = field(default_factory=dict)
+    blocks: Mapping[Letter, Letter] = field(default_factory=dict)
     combine: str = "sum"
 
     def letters(self) -> set[Letter]:

@@ -113,9 +113,10 @@ class Loop(nn.Module):
         if isinstance(selector, Span):
             return span_bounds(start, stop, selector.low, selector.high, offset, rows)
         if selector is None:
-            return member_bounds(start, stop, length, offset, rows)
+            return member_bounds(start, stop, length, offset, rows, placement.rows.block)
         other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
-        return shifted_bounds(start, stop, length, *other, self.size(selector.by, env), rows, selector.reach)
+        by = self.size(selector.by, env)
+        return shifted_bounds(start, stop, length, *other, by, rows, selector.reach, selector.rows.block)
 
     # -- results
 

@@ -15,7 +15,7 @@ from streamfx.ir.sizes import Size, free_symbols, simplified
 
 
 class member_count(sympy.Function):
-    """member_count(start, stop, length, offset, rows): how many rows of a member axis belong to a chunk."""
+    """member_count(start, stop, length, offset, rows, block=1): how many rows of a member axis belong to a chunk."""
 
 
 class member_start(sympy.Function):
@@ -31,7 +31,7 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, by, own, reach): how many rows of an axis of `own` rows a chunk of
+    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): how many rows of an axis of `own` rows a chunk of
     another axis stands for."""
 
 
@@ -43,13 +43,14 @@ class shifted_before(sympy.Function):
     """How many of the chunk's rows lie before the first of them; same arguments as `shifted_count`."""
 
 
-def member_bounds(start: int, stop: int, length: int, offset: int, rows: int) -> tuple[int, int]:
+def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, block: int = 1) -> tuple[int, int]:
     """First row and number of rows of a member axis in chunk [start, stop).
 
     The first chunk takes what lies before the sequence and the last what lies behind it, so each row is in one chunk.
     """
-    first = 0 if start == 0 else min(max(start - offset, 0), rows)
-    last = rows if stop == length else min(max(stop - offset, 0), rows)
+    assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside of a block"
+    first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
+    last = rows if stop == length else min(max((stop - offset) // block, 0), rows)
     return first, max(last - first, 0)
 
 
@@ -61,31 +62,37 @@ def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset
 
 
 def shifted_bounds(
-    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0
+    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
     """Rows of an axis of `own` rows that a chunk of the axis (offset, rows) stands for: row i is i + by .. i + by + reach."""
-    first, count = member_bounds(start, stop, length, offset, rows)
+    first, count = member_bounds(start, stop, length, offset, rows, block)
     low, high = min(max(first + by, 0), own), min(max(first + count + by + reach, 0), own)
     return low, high - low
 
 
-def rows_before(start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0) -> int:
+def rows_before(
+    start: int, stop: int, length: int, offset: int, rows: int, by: int, own: int, reach: int = 0, block: int = 1
+) -> int:
     """How many rows that the chunk asks for lie before row 0 of the other axis: all or none where the two do not meet."""
-    first, count = member_bounds(start, stop, length, offset, rows)
+    first, count = member_bounds(start, stop, length, offset, rows, block)
     return min(max(-first - by, 0), count + reach)
 
 
 def rows_in_chunk(rows: Rows, length: Size) -> Size:
     """The number of rows of an axis in the current chunk, as an expression."""
-    if rows.offset == 0 and rows.length == length:
+    if rows.offset == 0 and rows.length == length and rows.block == 1:
         return STOP - START
-    return member_count(START, STOP, length, rows.offset, rows.length)
+    return member_count(START, STOP, length, *_member(rows))
 
 
 def first_in_chunk(rows: Rows, length: Size) -> Size:
-    if rows.offset == 0 and rows.length == length:
+    if rows.offset == 0 and rows.length == length and rows.block == 1:
         return START
-    return member_start(START, STOP, length, rows.offset, rows.length)
+    return member_start(START, STOP, length, *_member(rows))
+
+
+def _member(rows: Rows) -> tuple[Any, ...]:
+    return (rows.offset, rows.length, rows.block) if rows.block != 1 else (rows.offset, rows.length)
 
 
 def rows_shifted(shifted: Shifted, own: Size, length: Size) -> Size:
@@ -101,7 +108,8 @@ def rows_before_shifted(shifted: Shifted, own: Size, length: Size) -> Size:
 
 
 def _shift(shifted: Shifted, own: Size) -> tuple[Any, ...]:
-    window = (shifted.reach,) if shifted.reach else ()
+    block = shifted.rows.block
+    window = (shifted.reach, block) if block != 1 else (shifted.reach,) if shifted.reach else ()
     return shifted.rows.offset, shifted.rows.length, shifted.by, own, *window
 
 

@@ -20,8 +20,9 @@ from streamfx.ir.facts import AxisFacts, Facts, Form, SequenceAxis
 from streamfx.ir.joint import joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
-from streamfx.passes.axes import _members, axes_of
+from streamfx.passes.axes import axes_of
 from streamfx.passes.canonicalize import _number_random_operators
+from streamfx.passes.members import members_of
 from streamfx.runtime.outer import OuterRunner
 
 
@@ -106,10 +107,10 @@ def is_whole(one: Traced, atom: Atom) -> bool:
 def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[Form, ...]]:
     """The results of the call, made in chunks along an axis; and in which form."""
     axes = one.axes
-    sequence = SequenceAxis(atom, axes.table.size(atom), _members(atom, axes))
+    sequence = SequenceAxis(atom, axes.table.size(atom), *members_of(atom, axes))
     facts = replace(one.facts, axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
-        if step.name not in ("canonicalize", "axes"):
+        if step.name not in ("canonicalize", "recurrences", "axes"):
             facts = step.apply(facts)
     assert facts.demand is not None and facts.program is not None
     results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])

@@ -5,7 +5,18 @@ Each file here registers the samples of one kind of operator when it is imported
 
 from __future__ import annotations
 
-from tests.support.samples import attention, constants, convolutions, experts, lookups, losses, pointwise, reductions, views  # noqa: F401
+from tests.support.samples import (  # noqa: F401
+    attention,
+    constants,
+    convolutions,
+    experts,
+    lookups,
+    losses,
+    pointwise,
+    recurrences,
+    reductions,
+    views,
+)
 from tests.support.samples.registry import SAMPLES, Sizes, calls
 
 __all__ = ["SAMPLES", "Sizes", "calls"]

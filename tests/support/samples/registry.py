@@ -59,5 +59,8 @@ def calls(target: Any, sizes: Sizes) -> Iterator[Call]:
     for function in SAMPLES[target]:
         torch.manual_seed(sizes.seed)
         args = function(sizes)
+        if isinstance(target, type):  # a rule for all operators of a type: the sample makes one
+            yield Call(args[0], args[1:], {}, False)
+            continue
         kwargs = args[-1] if args and isinstance(args[-1], dict) else {}
         yield Call(target, args[:-1] if kwargs else args, kwargs, target in RANDOM)

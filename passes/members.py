@@ -1,0 +1,100 @@
+"""Which axes are cut out of the sequence, padded around it, or made of blocks of it?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import TypeAlias
+
+from streamfx.ir.axes import Atom, Dim
+from streamfx.ir.facts import AxisFacts, SequenceAxis
+from streamfx.ir.sizes import Size, numeric
+
+Link: TypeAlias = "tuple[Atom, Atom, Size, bool]"
+MOST_PARTS = 24
+
+
+def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
+    cuts = _cuts(axes, axes.table.size(main))
+    members, blocks = members_of(main, axes, cuts)
+    sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
+    if len(sound) < len(cuts):  # the rows of a block are rows of the sequence as well, where slices take out one block
+        members, blocks = members_of(main, axes, sound)
+    return SequenceAxis(main, axes.table.size(main), members, blocks)
+
+
+def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:
+    """Axes cut out of the sequence, padded around it or made of blocks of it, with their offsets; and the blocks' sizes.
+
+    A slice [a:] may be joined with a slice [:-a]: then rows are shifted against each other, and one of the two offsets
+    is chosen for the new axis: the one that makes the other a look back, which a loop from left to right can serve.
+    """
+    members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
+    blocks: dict[Atom, int] = {}
+    links = _few_for_each(shift_links(axes))
+    grown = True
+    while grown:
+        grown = False
+        for cut in cuts:
+            own, outer = cut.whole, cut.blocks
+            if own in members and own not in blocks and outer not in members and members[own][0] % cut.size == 0:
+                members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), cut.size
+                grown = True
+        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
+        sizes: dict[Atom, int] = {}
+        for source, target, start, is_static in links:
+            if source in members and target not in members:
+                candidates[target].append((not is_static, members[source][0] + start * blocks.get(source, 1)))
+                sizes[target] = blocks.get(source, 1)
+        for atom, offers in candidates.items():
+            preferred = [offset for computed, offset in offers if computed] or [offset for _, offset in offers]
+            members[atom] = (max(preferred, key=numeric), axes.table.size(atom))
+            blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
+            grown = True
+    return members, blocks
+
+
+def _few_for_each(links: list[Link]) -> list[Link]:
+    """Without the parts of an axis that is cut into very many: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled."""
+    targets: dict[Atom, set[Atom]] = defaultdict(set)
+    for source, target, _, _ in links:
+        targets[source].add(target)
+        targets[target].add(source)
+    return [link for link in links if max(len(targets[link[0]]), len(targets[link[1]])) <= MOST_PARTS]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis that views cut into `blocks` of `size` rows each, which have the axes `inside`."""
+
+    whole: Atom
+    blocks: Atom
+    inside: Dim
+    size: int
+
+
+def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
+    """Chunks have to hold whole blocks of all sizes, so that a block as long as half the sequence is none."""
+    found = [
+        Cut(own, outer[0], inner, size)
+        for own, outer, inner in axes.table.cuts()
+        if len(outer) == 1 and isinstance(size := axes.table.size_of_dim(inner), int)
+    ]
+    sizes: list[int] = []
+    for size in sorted({cut.size for cut in found}):
+        if not isinstance(length, int) or 2 * lcm(*sizes, size) <= length:
+            sizes.append(size)
+    return [cut for cut in found if cut.size in sizes]
+
+
+def shift_links(axes: AxisFacts) -> list[Link]:
+    links = []
+    for node, signature in axes.signatures.items():
+        for letter, (source_letter, start) in signature.shifts.items():
+            source = axes.table.resolve(axes.letters[node][source_letter])
+            target = axes.table.resolve(axes.letters[node][letter])
+            if len(source) == len(target) == 1:
+                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
+    return links

@@ -1,0 +1,133 @@
+"""A recurrence that was written row by row: which operators belong to which row, and what one row hands to the next.
+
+    for t in range(T):                          step t:  a_t = a[:, t];  x_t = x[:, t]
+        state = a[:, t] * state + x[:, t]                state_t = a_t * state_{t-1} + x_t
+        y[:, t] = state.tanh()                           y_t = state_t.tanh()
+                                                crossing from step t to step t + 1: state_t
+
+Nothing is assumed about steps being alike: a chunk of rows runs the operators of its rows just as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from streamfx.ir.signature import Letter, LetterShape
+
+Number: TypeAlias = int  # of a value, of an operand
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for a value in an operator's arguments."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class Read:
+    """`made` is the row of a step, taken out of an operand."""
+
+    made: Number
+    operand: Number
+    dim: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`made` is what an operator makes of other values."""
+
+    made: Number
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+Instruction: TypeAlias = "Read | Operation"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value that crosses from one step to the next, and the place in the carry that it takes."""
+
+    value: Number
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A result whose rows are values of the steps, put together along `dim`."""
+
+    values: tuple[Number, ...]
+    dim: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Final:
+    """A result that one step makes; in a loop it is a sum to which the other chunks add zeros."""
+
+    value: Number
+    step: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The operators of one direction. `crossing[b]` is what step b - 1 and those before it hand to step b and those after it;
+    where the steps run in `reverse`, the other way round. `dead[t]` has no use after step t.
+    """
+
+    steps: tuple[tuple[Instruction, ...], ...]
+    crossing: tuple[tuple[Slot, ...], ...]
+    joins: tuple[Join, ...]
+    finals: tuple[Final, ...]
+    dtype: torch.dtype
+    reverse: bool
+    dead: tuple[tuple[Number, ...], ...] = ()
+
+    @property
+    def carried(self) -> int:
+        """The number of elements in the carry."""
+        return max((slot.stop for slots in self.crossing for slot in slots), default=0)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The letters of a recurrence's operands and results; `rows` is that of the steps."""
+
+    operands: tuple[LetterShape, ...]
+    results: tuple[LetterShape, ...]
+    rows: Letter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One operator of a rewritten graph: the steps that it runs, and those of the forward half that it runs again for them.
+
+    `operands` are the numbers of its operands, in order; `rows` says along which dimension the steps lie in those that have
+    rows; the others are the values `given`.
+    """
+
+    name: str
+    length: int
+    own: Steps
+    again: Steps | None
+    operands: tuple[Number, ...]
+    rows: Mapping[Number, int]
+    given: Mapping[Number, Number]
+    axes: Axes

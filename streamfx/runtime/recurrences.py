@@ -1,0 +1,122 @@
+"""Recurrences that were written row by row, chunk by chunk: a chunk runs the operators of its own rows.
+
+What crosses from one row to the next is kept in a `carry`, one vector. The loop of the forward half writes the carry with which
+each chunk starts into `states` [chunks, ...]; the loop of the backward half makes a chunk's values again from there, and carries
+the cotangents on from the last row to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from streamfx.ir.recurrence import Number, Plan, Read, Steps, Value
+
+Env = dict[Number, Any]
+
+
+class Recurrence:
+    """The operator of a graph that runs a `Plan`: called with whole operands it runs all steps."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.__name__ = self.__qualname__ = plan.name
+        self.__module__ = __name__
+
+    def __repr__(self) -> str:
+        return f"streamfx.{self.plan.name}"
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        env, rows = self._begun(operands)
+        length = self.plan.length
+        if self.plan.again is not None:
+            run(self.plan.again, env, rows, 0, length, keeps=True)
+        run(self.plan.own, env, rows, 0, length)
+        return results(self.plan.own, env, 0, length, operands[0])
+
+    def advance(self, first: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """The chunk's rows, from `first` on, in the direction of the loop; the carry moves on."""
+        if states is not None:
+            states[chunk].copy_(carry)
+        return self._carried(first, carry, *self._begun(operands), operands[0])
+
+    def retreat(self, first: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """The chunk's rows of the backward half: those of the forward half again, then the cotangents' steps."""
+        env, rows = self._begun(operands)
+        if self.plan.again is not None:
+            if states is not None:
+                restore(self.plan.again, env, first, states[chunk])
+            run(self.plan.again, env, rows, first, first + self._count(rows), keeps=True)
+        return self._carried(first, carry, env, rows, operands[0])
+
+    def resume(self, first: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """The chunk's rows again, from the state with which it started."""
+        env, rows = self._begun(operands)
+        stop = first + self._count(rows)
+        restore(self.plan.own, env, first, states[chunk])
+        run(self.plan.own, env, rows, first, stop)
+        return results(self.plan.own, env, first, stop, operands[0])
+
+    def _carried(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
+        own, stop = self.plan.own, first + self._count(rows)
+        begin, end = (stop, first) if own.reverse else (first, stop)
+        restore(own, env, begin, carry)
+        run(own, env, rows, first, stop)
+        made = results(own, env, first, stop, like)
+        if stop > first:
+            store(own, env, end, carry)
+        return made
+
+    def _begun(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[Number, Tensor]]:
+        by_number = dict(zip(self.plan.operands, operands, strict=True))
+        env = {value: by_number[number] for number, value in self.plan.given.items()}
+        return env, {number: by_number[number] for number in self.plan.rows}
+
+    def _count(self, rows: Mapping[Number, Tensor]) -> int:
+        number, dim = next(iter(self.plan.rows.items()))
+        return rows[number].shape[dim]
+
+
+def run(steps: Steps, env: Env, rows: Mapping[Number, Tensor], first: int, stop: int, keeps: bool = False) -> None:
+    """Run steps [first, stop); values without further use are dropped unless the other half's steps need them."""
+
+    def value(item: Any) -> Any:
+        return env[item.number] if isinstance(item, Value) else item
+
+    for step in range(stop - 1, first - 1, -1) if steps.reverse else range(first, stop):
+        for item in steps.steps[step]:
+            if isinstance(item, Read):
+                env[item.made] = rows[item.operand].select(item.dim, item.step - first)
+            else:
+                args, kwargs = pytree.tree_map(value, (item.args, dict(item.kwargs)))
+                env[item.made] = item.target(*args, **kwargs)
+        if steps.dead and not keeps:
+            for number in steps.dead[step]:
+                env.pop(number, None)
+
+
+def results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Rows [first, stop) of what the steps make, and what single steps leave behind."""
+    made: list[Tensor] = []
+    for join in steps.joins:
+        rows = [env[number] for number in join.values[first:stop]]
+        empty = like.new_empty((*join.shape[: join.dim], 0, *join.shape[join.dim + 1 :]), dtype=join.dtype)
+        made.append(torch.stack(rows, join.dim) if rows else empty)
+    for final in steps.finals:
+        is_made = first <= final.step < stop
+        made.append(env[final.value] if is_made else like.new_zeros(final.shape, dtype=final.dtype))
+    return tuple(made)
+
+
+def restore(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+    for slot in steps.crossing[boundary]:
+        env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
+
+
+def store(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+    for slot in steps.crossing[boundary]:
+        carry[slot.start : slot.stop].copy_(env[slot.value].reshape(-1))

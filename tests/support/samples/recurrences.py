@@ -1,0 +1,41 @@
+"""Sample calls of recurrences: y_t = a_t * y_{t-1} + x_t, of which the last row is a result as well; first y is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from streamfx.ir.recurrence import Axes, Final, Instruction, Join, Operation, Plan, Read, Slot, Steps, Value
+from streamfx.runtime.recurrences import Recurrence
+from tests.support.samples.registry import Sizes, sample
+
+aten = torch.ops.aten
+FIRST = 0
+
+
+@sample(Recurrence)
+def decayed_sum(s: Sizes) -> tuple[Any, ...]:
+    return Recurrence(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
+
+
+def plan(s: Sizes) -> Plan:
+    """Operands 1 and 2 have rows; step t makes the values 4 t + 1 to 4 t + 4."""
+    steps: list[tuple[Instruction, ...]] = []
+    for t in range(s.t):
+        decay, x, product, made = range(4 * t + 1, 4 * t + 5)
+        before = Value(made - 4 if t else FIRST)
+        steps.append(
+            (
+                Read(decay, 1, 1, t),
+                Read(x, 2, 1, t),
+                Operation(product, aten.mul.Tensor, (Value(decay), before), {}),
+                Operation(made, aten.add.Tensor, (Value(product), Value(x)), {}),
+            )
+        )
+    dtype, row = torch.float64, (s.b, s.d)
+    crossing = ((), *((Slot(4 * t, 0, row, dtype),) for t in range(1, s.t)), ())
+    join = Join(tuple(4 * t + 4 for t in range(s.t)), 1, (s.b, s.t, s.d), dtype)
+    own = Steps(tuple(steps), crossing, (join,), (Final(4 * s.t, s.t - 1, row, dtype),), dtype, reverse=False)
+    rows, state = ((1,), (0,), (2,)), ((1,), (2,))
+    return Plan("decayed_sum", s.t, own, None, (1, 2, -1), {1: 1, 2: 1}, {-1: FIRST}, Axes((rows, rows, state), (rows, state), 0))
