@@ -57,11 +57,15 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
 
 
 def _few_for_each(links: list[Link]) -> list[Link]:
-    """Without the parts of an axis that is cut into very many: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled."""
+    """Without the parts of an axis that is cut into very many: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled.
+
+    Static values, such as a mask written row by row, may be cut as they like: they are made whole.
+    """
     targets: dict[Atom, set[Atom]] = defaultdict(set)
-    for source, target, _, _ in links:
-        targets[source].add(target)
-        targets[target].add(source)
+    for source, target, _, is_static in links:
+        if not is_static:
+            targets[source].add(target)
+            targets[target].add(source)
     return [link for link in links if max(len(targets[link[0]]), len(targets[link[1]])) <= MOST_PARTS]
 
 
