@@ -20,6 +20,7 @@ from torch import fx
 from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, joint_graph
+from streamfx.ir.sizes import shape_of
 from streamfx.log import log
 from streamfx.passes.axes import Axes
 from streamfx.passes.linear import is_random
@@ -245,4 +246,4 @@ class _Family:
 
 def _kind(node: fx.Node) -> Any:
     value = node.meta.get("val")
-    return node.target, tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return node.target, shape_of(value) if isinstance(value, torch.Tensor) else None

@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.sizes import shape_of
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.fillers import fill_of
 from streamfx.passes.linear import is_random
+from streamfx.passes.row_numbers import size_arguments
 
 aten = torch.ops.aten
 FEWEST = 3  # rows: two are rather the halves of something
@@ -171,11 +173,10 @@ def _stack_written(left: list[fx.Node], chain: _Chain, writer: GraphWriter) -> N
 
 def _stacked(values: Sequence[fx.Node | None], dim: int, whole: fx.Node, writer: GraphWriter) -> fx.Node:
     """A value like `whole` with these rows, zeros where there is none."""
-    shape, own = list(shape_of_node(whole)), whole.meta["val"]
-    zeros = None
+    own, zeros = whole.meta["val"], None
     if None in values:
-        sizes = [*shape[:dim], *shape[dim + 1 :]]
-        zeros = writer.before(whole).call(aten.full.default, sizes, 0, dtype=own.dtype, device=own.device)
+        sizes = size_arguments(next(value for value in values if value is not None), writer.before(whole))
+        zeros = writer.call(aten.full.default, sizes, 0, dtype=own.dtype, device=own.device)
     rows = [zeros if value is None else value for value in values]
     with writer.graph.inserting_before(whole):
         made = writer.graph.call_function(aten.stack.default, (rows, dim))
@@ -200,7 +201,7 @@ def _is_plain_sum(node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False
     values = [item.meta["val"] for item in (*node.args, node) if is_tensor(item)]  # type: ignore[union-attr]
-    return len(values) == 3 and len({(tuple(value.shape), value.dtype) for value in values}) == 1
+    return len(values) == 3 and len({(shape_of(value), value.dtype) for value in values}) == 1
 
 
 def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:

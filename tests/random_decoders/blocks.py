@@ -85,6 +85,28 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
         case "cumulative mean":
             shape = ", 1" * (2 if w.decoder.layout == "time first" else 1)
             w.line(f"z = z + z.cumsum({time}) / (at + 1).view(t{shape})")
+        case "recurrence":
+            _recur(w, time)
+
+
+RECURRENCES = (
+    "state, before = torch.tanh(0.5 * state + {row}), state",
+    "state, before = 0.5 * before + {row}.sigmoid(), state",
+    "state, before = torch.maximum(0.9 * state, {row}), before + {row}",
+)
+
+
+def _recur(w: Writer, time: int) -> None:
+    """A loop over the rows in one of several forms; the last state may be for all rows."""
+    row, seed = f"z.select({time}, i)", w.decoder.seed
+    w.line(
+        f"state = before = torch.zeros_like(z.select({time}, 0))",
+        "states = []",
+        "for i in range(t):",
+        f"    {RECURRENCES[seed % 3].format(row=row)}",
+        "    states.append(state)",
+        f"z = torch.stack(states, {time})" + (f" + 0.1 * before.unsqueeze({time})" if seed % 2 else ""),
+    )
 
 
 def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:

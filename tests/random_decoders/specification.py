@@ -38,7 +38,7 @@ class Layer:
     wide_values: bool = choice(False, True, rare=True)
     query_norm: bool = choice(False, True, rare=True)
     rotary: str = choice("none", "half", "interleaved", "partial", "complex")
-    mixer: str = choice("none", "shift", "convolution", "cumulative sum", "cumulative mean", rare=True)
+    mixer: str = choice("none", "shift", "convolution", "cumulative sum", "cumulative mean", "recurrence", rare=True)
     norm: str = choice("spelled", "layer", "rms", "none")
     wiring: str = choice("pre", "post", "sandwich", "parallel", "scaled", "streams", "gated", "mixed streams")
     mlp: str = choice("none", "plain", "gated", "fused", "squared", "experts", "top experts", "sorted experts")
