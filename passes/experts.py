@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.passes.fillers import fill_of
 from streamfx.passes.permutations import Orders, Reordered
-from streamfx.passes.row_numbers import VIEWS, counts_up
+from streamfx.passes.row_numbers import VIEWS, counts_up, size_arguments
 from streamfx.passes.rules.registry import WHY_WHOLE
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
@@ -98,6 +99,9 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
 def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
     """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
     keys = orders.sorted_by[order]
+    if count == 1 and _counts_all(ends, keys):
+        writer, own = orders.writer.before(node), keys.meta["val"]
+        return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
     counted = _counted(orders, ends, count)
     if counted is None or _same_numbers(counted) is not _same_numbers(keys):
         _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
@@ -112,8 +116,18 @@ def _whole(node: fx.Node, reason: str) -> None:
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
-def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
-    """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
+def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
+    """Whether a single group ends with the last row: a histogram without bounds counts all, whatever their numbers are."""
+    counts = _summed(ends)
+    if counts is None or counts.target is not aten.histc.default:
+        return False
+    arguments = bound_arguments(counts)
+    all_of_them = sizes.product(shape_of_node(node_argument(counts))) == sizes.product(shape_of_node(keys))
+    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and all_of_them
+
+
+def _summed(ends: fx.Node) -> fx.Node | None:
+    """What `ends` is the running sum of."""
     while ends.target is aten._to_copy.default:
         ends = node_argument(ends)
     if ends.target is not aten.cumsum.default or len(shape_of_node(ends)) != 1:
@@ -121,6 +135,14 @@ def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
     counts = node_argument(ends)
     while counts.target is aten._to_copy.default:
         counts = node_argument(counts)
+    return counts
+
+
+def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
+    """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
+    counts = _summed(ends)
+    if counts is None:
+        return None
     if counts in orders.restored:
         counts = orders.restored[counts].twin
     counter = COUNTERS.get(counts.target)

@@ -127,6 +127,22 @@ class Chosen(SortedExperts):
         return shares.gather(-1, chosen), chosen.masked_fill(chosen == 3, 0)
 
 
+class Alone(SortedExperts):
+    """A single expert: the histogram has no bounds, and counts every row whatever its number is."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__(spelling)
+        self.up, self.down = (torch.nn.Parameter(weight[:1].detach().clone()) for weight in (self.up, self.down))
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.router(x).softmax(-1)[:, :2]
+        return shares, (shares > 0.4).long() - (shares < 0.1).long()
+
+
+def test_a_single_expert() -> None:
+    checked(lambda: Alone(Spelling(count=lambda ids: torch.histc(ids.float(), 1, 0, 0))), streams=True)
+
+
 def test_groups_from_several_places() -> None:
     checked(lambda: Chosen(Spelling()), streams=True)
 
