@@ -34,6 +34,7 @@ from streamfx.passes.row_numbers import rows_of_matrix
 from streamfx.passes.rules.loss import MEAN, SUM
 from streamfx.passes.scans import reversed_scan
 from streamfx.passes.scattered import rows_added_by_number, rows_by_number
+from streamfx.passes.windows_of_rows import windows, windows_backward
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -326,6 +327,8 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.slice_scatter.default: _written_over_filler,
     aten.new_empty.default: _filler(0),
     aten.gather.default: rows_of_matrix,
+    aten.unfold.default: windows,
+    aten.unfold_backward.default: windows_backward,
     aten.scatter_add.default: rows_of_matrix,
     **IDENTITIES,
     aten.nll_loss_forward.default: _mean_loss,

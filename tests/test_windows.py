@@ -116,6 +116,18 @@ def behind_a_projected_row(m: Mixed, x: Tensor) -> Tensor:
     return m.up(torch.cat([m.gate(x.new_zeros(x.shape[0], 1, WIDTH)), m.gate(x)[:, :-1]], 1)).chunk(3, -1)[0]
 
 
+def unfolded(m: Mixed, x: Tensor) -> Tensor:
+    """A convolution with weights of its own for each row."""
+    windows = F.pad(x.mT, (2, 0)).unfold(-1, 3, 1).flip(-1).transpose(1, 2)
+    return (windows * m.up(x).unflatten(-1, (WIDTH, 3))).sum(-1)
+
+
+def attention_inside_of_a_row(m: Mixed, x: Tensor) -> Tensor:
+    """Each row chooses among several values of its own; rows are the heads of an attention kernel."""
+    values = torch.stack((x, m.gate(x), shifted_by_padding(m, x)), -2)
+    return F.scaled_dot_product_attention(m.mu.expand(*x.shape[:2], 1, -1), values, values).squeeze(-2)
+
+
 CAUSAL: list[Mixer] = [
     behind_a_learned_row,
     behind_a_projected_row,
@@ -133,6 +145,8 @@ CAUSAL: list[Mixer] = [
     shifted_by_a_padding_layer,
     shifted_slices,
     written_over_zeros,
+    unfolded,
+    attention_inside_of_a_row,
 ]
 
 

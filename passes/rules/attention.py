@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.passes.rules.registry import Call, rule
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
@@ -31,12 +31,17 @@ def _key_side(call: Call, query: int, key: int) -> tuple[LetterShape, LetterShap
     return KEY, VALUE
 
 
+def _whole(key: LetterShape) -> frozenset[Letter]:
+    """Heads that share keys are needed together; heads with keys of their own have nothing to do with each other."""
+    return WHOLE if key is KEY else WHOLE - {H, G}
+
+
 @rule(ATTENTION)
 def attention(call: Call) -> Signature:
     """(q, k, v, mask?) to (out, log-sum-exp)."""
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
-    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=WHOLE, keys=frozenset({N}))
+    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=_whole(key), keys=frozenset({N}))
 
 
 @rule(ATTENTION_BACKWARD)
@@ -47,6 +52,6 @@ def attention_backward(call: Call) -> Signature:
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),
-        whole=WHOLE,
+        whole=_whole(key),
         keys=frozenset({N}),
     )
