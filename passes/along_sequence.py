@@ -42,6 +42,9 @@ def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
     operands, dim = node.args[0], bound_arguments(node)["dim"] % len(shape_of_node(node))
     if node in axes.static or len(operands) > MOST or not all(_fits(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
         return False
+    lengths = [item.meta["val"].shape[dim] for item in operands]  # type: ignore[union-attr]
+    if 2 * max(lengths) <= sum(lengths):  # several sequences side by side are no sequence with something in front or behind
+        return False
     along = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
     return any(atom is not None for atom in along)
 
