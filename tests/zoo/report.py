@@ -23,8 +23,8 @@ this page): tiny random models of {batch} x {rows} tokens in float64, streamed i
 - *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
 - *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
 - *whole*: what runs in one piece, and why. The result is exact all the same.
-- Chunked scans (the gated delta rule, Mamba 2) work on blocks of 64 rows and more. 22 rows are one block, padded, which runs whole
-  and may count for many FLOPs; in longer sequences chunks hold whole blocks, and these models stream (`tests/test_recurrences.py`).
+- Chunked scans (the gated delta rule, Mamba 2) work on blocks of 64 rows and more. 22 rows are one block, padded, which runs
+  whole and may count for many FLOPs; in longer sequences chunks hold whole blocks, and these models stream.
 - A bold error is no comparison: reformer hashes with rotations that it draws at random in each call, and the backend draws
   another sample than eager does.
 
