@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import networkx
@@ -69,10 +69,10 @@ class Handover:
             return True
         return self.level[need.operand] != self.number and (form is Form.KEYSUM or need.selector is not None)
 
-    def _network(self, outputs: Iterable[fx.Node], stored: set[fx.Node]) -> Any:
-        """Capacities are bytes; an edge leads from each operand to what is made of it."""
-        network = networkx.DiGraph()
-        network.add_node(HERE)
+    def walk(self, outputs: Iterable[fx.Node], goes_on: Callable[[Need], bool]) -> Iterator[tuple[fx.Node, Need]]:
+        """Each value that is computed for these outputs with each of its needs that a loop of the region meets, from the outputs
+        back; `goes_on` says whether the operand is computed, too.
+        """
         todo, seen = list(outputs), set[fx.Node]()
         while todo:
             node = todo.pop()
@@ -80,16 +80,27 @@ class Handover:
                 continue
             seen.add(node)
             for need in operand_needs(node, self.layout):
-                operand = need.operand
-                if self.is_there(operand):
-                    continue
-                network.add_edge(self._out(operand), self._in(node), capacity=math.inf)
-                if self.level[operand] != self.number:
-                    network.add_edge((operand, "in"), (operand, "out"), capacity=self._bytes(operand, stored))
-                if self.must_be_stored(need) or (self.level[operand] != self.number and operand in self.made):
-                    network.add_edge(BEFORE, self._in(operand), capacity=math.inf)
-                else:
-                    todo.append(operand)
+                if not self.is_there(need.operand):
+                    yield node, need
+                    if goes_on(need):
+                        todo.append(need.operand)
+
+    def _is_given(self, need: Need) -> bool:
+        """Whether an operand comes from an earlier loop in any case, unless what is made of it is stored there."""
+        is_made_before = self.level[need.operand] != self.number and need.operand in self.made
+        return self.must_be_stored(need) or is_made_before
+
+    def _network(self, outputs: Iterable[fx.Node], stored: set[fx.Node]) -> Any:
+        """Capacities are bytes; an edge leads from each operand to what is made of it."""
+        network = networkx.DiGraph()
+        network.add_node(HERE)
+        for node, need in self.walk(outputs, lambda need: not self._is_given(need)):
+            operand = need.operand
+            network.add_edge(self._out(operand), self._in(node), capacity=math.inf)
+            if self.level[operand] != self.number:
+                network.add_edge((operand, "in"), (operand, "out"), capacity=self._bytes(operand, stored))
+            if self._is_given(need):
+                network.add_edge(BEFORE, self._in(operand), capacity=math.inf)
         network.remove_edges_from([(HERE, HERE)])
         return network
 

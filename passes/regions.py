@@ -239,17 +239,14 @@ class _Placer:
         handover = Handover(number, self.level, self.is_there, self.layout, made)
         stored = {node for loop in self.loops.values() for node in loop.stacked | loop.key_sums}
         taken = handover.cut(outputs, stored)
-        todo, seen = list(outputs), set[fx.Node]()
-        while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for need in operand_needs(node, self.layout):
-                if self.is_there(need.operand):
-                    continue
-                if need.operand in taken or handover.must_be_stored(need):
-                    self.want_outside(need.operand)
-                else:
-                    todo.append(need.operand)
-        self.computed[number] = seen
+
+        def is_computed(need: Need) -> bool:
+            return need.operand not in taken and not handover.must_be_stored(need)
+
+        computed = set(outputs)
+        for _, need in handover.walk(outputs, is_computed):
+            if is_computed(need):
+                computed.add(need.operand)
+            else:
+                self.want_outside(need.operand)
+        self.computed[number] = computed

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
-from tests.support.twins import batch, compiled, same_gradients, twins
+from tests.support.twins import batch, compiled, same_gradients, same_step, twins
 
 
 def test_other_lengths_do_not_recompile_each_time() -> None:
@@ -50,11 +50,7 @@ def test_batch_and_length_both_change() -> None:
     own, eager = twins()
     function, backend = compiled(own)
     for rows, length in ((2, 13), (3, 9), (5, 21), (4, 4), (6, 6)):
-        own.zero_grad()
-        eager.zero_grad()
-        function(**batch(rows, length)).backward()
-        eager(**batch(rows, length)).backward()
-        same_gradients(own, eager, f"{rows} rows of {length}")
+        same_step(function, own, eager, batch(rows, length))
     check_streamed(backend.facts, True, {"causal"})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.decoders.parts import VOCABULARY, made
 from tests.support.exactness import Report, check_streamed, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling
-from tests.support.twins import batch, compiled, same_gradients, twins
+from tests.support.twins import batch, compiled, same_step, twins
 
 LENGTH = 19
 
@@ -35,11 +35,7 @@ def test_sorted_experts_stream_at_every_length() -> None:
     own, eager = twins(lambda: SparseDecoder(lambda: SortedExperts(Spelling())))
     function, backend = compiled(own)
     for rows, length in ((2, 13), (3, 9), (5, 21), (4, 4)):
-        own.zero_grad()
-        eager.zero_grad()
-        function(**batch(rows, length)).backward()
-        eager(**batch(rows, length)).backward()
-        same_gradients(own, eager, f"{rows} rows of {length}")
+        same_step(function, own, eager, batch(rows, length))
     check_streamed(backend.facts, True, {"causal"})
 
 

@@ -36,3 +36,12 @@ def twins(make: Callable[[], nn.Module] = decoders.Plain) -> tuple[nn.Module, nn
 
 def same_gradients(own: nn.Module, eager: nn.Module, what: str = "", tolerance: float = TOLERANCE) -> None:
     assert_small(gradient_errors(gradients(own), gradients(eager)), tolerance, what)
+
+
+def same_step(function: Callable[..., Any], own: nn.Module, eager: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """One step of both, from no gradients: of `own` by its compiled `function`."""
+    own.zero_grad()
+    eager.zero_grad()
+    function(**inputs).backward()
+    eager(**inputs).backward()
+    same_gradients(own, eager, str({name: tuple(item.shape) for name, item in inputs.items()}))
