@@ -244,3 +244,50 @@ def test_dropout_inside() -> None:
     ids = layouts.tokens(23, 2, 5, 0)
     model = torch.compile(decoders.made(lambda: Mixed(mixer)), backend="streambp", options={"chunk_size": 2})
     model(ids, ids).backward()
+
+
+# -- loops that are easy to get wrong: whether they stream does not matter here
+
+
+def _states(m: Mixed, x: Tensor, step: Callable[[int, list[Tensor]], Tensor]) -> list[Tensor]:
+    states: list[Tensor] = [torch.zeros_like(x[:, 0])]
+    for t in range(x.shape[1]):
+        states.append(step(t, states))
+    return states[1:]
+
+
+def of_the_row_before_last(m: Mixed, x: Tensor) -> Tensor:
+    return torch.stack(_states(m, x, lambda t, s: 0.5 * s[max(t - 1, 0)] + m.gate(x)[:, t].tanh()), 1)
+
+
+def looking_ahead(m: Mixed, x: Tensor) -> Tensor:
+    return torch.stack(_states(m, x, lambda t, s: 0.5 * s[-1] + x[:, min(t + 1, x.shape[1] - 1)]), 1)
+
+
+def from_the_end(m: Mixed, x: Tensor) -> Tensor:
+    return torch.stack(_states(m, x, lambda t, s: 0.5 * s[-1] + x[:, -1 - t])[::-1], 1)
+
+
+def out_of_order(m: Mixed, x: Tensor) -> Tensor:
+    states = _states(m, x, lambda t, s: torch.tanh(s[-1] + x[:, t]))
+    return torch.stack(states[1:] + states[:1], 1)
+
+
+def starting_anew(m: Mixed, x: Tensor) -> Tensor:
+    return torch.stack(_states(m, x, lambda t, s: (0.0 if t % 5 == 0 else 0.5) * s[-1] + x[:, t]), 1)
+
+
+def shared_by_all_rows(m: Mixed, x: Tensor) -> Tensor:
+    total = x.square().mean((1, 2), keepdim=True)[:, 0]
+    states = _states(m, x, lambda t, s: 0.5 * s[-1] + x[:, t] / (1 + total))
+    return torch.stack(states, 1) * states[-1].unsqueeze(1).tanh()
+
+
+HARD = (of_the_row_before_last, looking_ahead, from_the_end, out_of_order, starting_anew, shared_by_all_rows)
+
+
+@pytest.mark.parametrize("mixer", HARD, ids=lambda mixer: mixer.__name__)
+def test_hard_loops_are_exact(mixer: Mixer) -> None:
+    model = decoders.made(lambda: Mixed(mixer))
+    ids = layouts.tokens(23, LENGTH, LENGTH, 0)  # as many sequences as rows
+    compare(model, {"ids": ids, "labels": ids}, chunk_size=4, also=(1, 3, LENGTH), streams=None)
