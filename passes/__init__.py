@@ -20,6 +20,7 @@ from streamfx.passes.plan import Plan
 from streamfx.passes.recurrences import Recurrences
 from streamfx.passes.rewrite import Rewrite
 from streamfx.passes.stages import Stages
+from streamfx.passes.visibility import Visibility
 
 
 class Pass(Protocol):
@@ -44,6 +45,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
         Fit(options),  # which plan is the fastest within the memory budget?
+        Visibility(),  # which masks are looked at once per step?
         Lower(options),  # who runs a loop's body?
     )
 

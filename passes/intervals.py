@@ -12,12 +12,22 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import tensor_operands
-from streamfx.ir.pieces import ORDINARY, UNKNOWN, Const, Fact, Ordinary, Pieces, Slope, absolute, compare_slope, everywhere
+from streamfx.ir.pieces import (
+    ORDINARY,
+    SWAMPS,
+    SWAMPS_HALF,
+    UNKNOWN,
+    Const,
+    Fact,
+    Ordinary,
+    Pieces,
+    Slope,
+    absolute,
+    compare_slope,
+    everywhere,
+)
 
 aten = torch.ops.aten
-
-SWAMPS = -1e30  # a bias at least this negative leaves exactly nothing of any score
-SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
 
 COMPARISONS = {
     getattr(getattr(aten, name), overload): name

@@ -19,6 +19,8 @@ from streamfx.ir.program import Program
 from streamfx.options import Options
 from streamfx.runtime.compiled import CompiledBody, Step
 
+CALLS = ("call_function", "call_module")  # of operators, and of mask programs
+
 
 @dataclass(frozen=True)
 class Lower:
@@ -44,15 +46,15 @@ def split(body: fx.GraphModule) -> tuple[Step, ...]:
     for node in body.graph.nodes:
         if node.op == "placeholder":
             level[node] = 0
-        elif node.op == "call_function":
+        elif node.op in CALLS:
             level[node] = max((_ready_at(source, level) for source in node.all_input_nodes), default=0)
     steps: list[Step] = []
     for number in range(1 + max(level.values(), default=0)):
-        nodes = [node for node, own in level.items() if own == number and node.op == "call_function"]
+        nodes = [node for node, own in level.items() if own == number and node.op in CALLS]
         compiled = [node for node in nodes if is_compiled(node)]
         if compiled:
             steps.append(_segment(compiled, body))
-        steps.extend(Step.single(node) for node in nodes if not is_compiled(node))
+        steps.extend(Step.single(node, body) for node in nodes if not is_compiled(node))
     return (*steps, Step.result(body.graph.output_node()))
 
 
@@ -65,7 +67,7 @@ def is_compiled(node: fx.Node) -> bool:
 
 def _ready_at(source: fx.Node, level: dict[fx.Node, int]) -> int:
     """The first segment that can use a value: the runtime's operators run after the segment of their own level."""
-    is_runtime = source.op == "call_function" and not is_compiled(source)
+    is_runtime = source.op in CALLS and not is_compiled(source)
     return level[source] + is_runtime
 
 

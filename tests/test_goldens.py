@@ -1,4 +1,4 @@
-"""The product of each pass for three small decoders, as text."""
+"""The product of each pass for four small decoders, as text."""
 
 from __future__ import annotations
 

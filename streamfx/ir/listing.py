@@ -132,7 +132,7 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, known: Known) -> Iterator[str]:
     yield f"  the same for all chunks: {', '.join(same) or 'nothing'}"
     yield "  body"
     for node in spec.body.graph.nodes:
-        if node.op == "call_function":
+        if node.op in ("call_function", "call_module"):
             yield f"    {scope.line(node)}"
     given = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
     for item, label in zip(spec.yields, spec.labels, strict=False):

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
+SWAMPS = -1e30  # a bias at least this negative leaves exactly nothing of any score
+SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
+
 
 @dataclass(frozen=True)
 class Const:

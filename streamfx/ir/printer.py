@@ -16,6 +16,7 @@ from streamfx.ir.listing import Known, call_text, chunk_text, dtype_text, progra
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
 from streamfx.passes.naming import source_line
+from streamfx.runtime.mask_programs import MaskProgram
 
 Lines = Iterator[str]
 
@@ -217,6 +218,21 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
 
 
+def _masks(facts: Facts) -> Lines:
+    """The masks that are looked at once per step, and the loops in which they hide something."""
+    loops = facts.program.loops if facts.program is not None else ()
+    users: dict[MaskProgram, list[str]] = {}
+    for loop in loops:
+        for program in loop.body.children():
+            users.setdefault(program, []).append(loop.spec.name)
+    for program, names in users.items():
+        yield f"mask({_names(program.body.graph.find_nodes(op='placeholder'))}) in {', '.join(names)}"
+        calls = [node for node in program.body.graph.nodes if node.op == "call_function"]
+        yield from (f"  {node.name} = {call_text(node)}" for node in calls)
+    if not users:
+        yield "no mask depends on data alone"
+
+
 def _bodies(facts: Facts) -> Lines:
     """Who runs the body of each loop."""
     for loop in facts.program.loops if facts.program is not None else ():
@@ -234,5 +250,6 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "plan": _plan,
     "rewrite": _program,
     "fit": _fit,
+    "visibility": _masks,
     "lower": _bodies,
 }

@@ -32,9 +32,10 @@ class Step:
         return Step(Segment(module), None, None, names, tuple(node.name for node in outputs), "segment")
 
     @staticmethod
-    def single(node: fx.Node) -> Step:
+    def single(node: fx.Node, body: fx.GraphModule) -> Step:
         inputs = tuple(source.name for source in node.all_input_nodes)
-        return Step(node.target, node.args, node.kwargs, inputs, (node.name,), "single")
+        run = body.get_submodule(node.target) if isinstance(node.target, str) else node.target
+        return Step(run, node.args, node.kwargs, inputs, (node.name,), "single")
 
     @staticmethod
     def result(node: fx.Node) -> Step:

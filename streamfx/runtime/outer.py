@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from streamfx.errors import StaleGraph
+from streamfx.runtime.mask_programs import MaskProgram
 
 aten = torch.ops.aten
 COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
@@ -32,16 +33,24 @@ class OuterRunner:
         self._checks_gradients = checks_gradients
         self._flags: tuple[bool, ...] | None = None
         self._interpreter = OuterInterpreter(module)
+        self._masks = [child for child in module.modules() if isinstance(child, MaskProgram)]
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         if self._checks_gradients:
             self._check_gradients(arguments)
+            self._forget_masks()  # a step begins
         with torch.no_grad():
             try:
                 return self._interpreter.boxed_run(arguments)
             finally:
                 self._interpreter.env = {}  # it would keep the results, and with them all that is saved, until the next run
+                if not self._checks_gradients:
+                    self._forget_masks()  # a step ends
+
+    def _forget_masks(self) -> None:
+        for mask in self._masks:
+            mask.forget()
 
     def _check_gradients(self, arguments: list[Any]) -> None:
         """Refuse inputs that ask for gradients which the graph was not compiled for (torch 2.11 does not notice them)."""

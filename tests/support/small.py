@@ -32,6 +32,22 @@ class Causal(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Padded(nn.Module):
+    """Two layers of fused attention that is causal and leaves out what a padding mask hides: [B, T, D] and [B, T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        position = torch.arange(x.shape[1])
+        visible = (position <= position[:, None]) & keep[:, None, None]
+        for w in self.w:
+            q = (x @ w)[:, None]
+            x = x + F.scaled_dot_product_attention(q, q, x[:, None], attn_mask=visible)[:, 0]
+        return x
+
+
 class Streams(nn.Module):
     """Two streams that feed each other through two attentions over a window of three, spelled out, unbatched: [T, D]."""
 
@@ -86,6 +102,7 @@ def ramp(*shape: int) -> Tensor:
 
 EXAMPLES = {
     "causal": Example(Causal, lambda: (tokens(2, 6), tokens(2, 6)), 4),
+    "padded": Example(Padded, lambda: (ramp(2, 6, WIDTH), torch.ones(2, 6, dtype=torch.bool)), 4),
     "streams": Example(Streams, lambda: (ramp(7, WIDTH), -ramp(7, WIDTH)), 3),
     "mixing": Example(Mixing, lambda: (torch.ones(2, 5, WIDTH, requires_grad=True),), 2),
 }

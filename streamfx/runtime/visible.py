@@ -1,0 +1,99 @@
+"""Which keys do a chunk's queries see? A mask, looked at row by row, as few pieces that need no mask.
+
+Padding and packed documents leave each row an interval of keys. Rows that share an interval see it in full; rows whose intervals
+start together and grow by a key from row to row see causally. What is neither keeps its mask, cut to the keys that it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from streamfx.ir.pieces import SWAMPS, SWAMPS_HALF
+
+LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
+
+
+class Kind(Enum):
+    FULL = "full"  # each row sees all keys
+    CAUSAL = "causal"  # the last row sees all keys, each row before it one less
+    MIXED = "mixed"  # what the mask says
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, stop) of the queries and what they see of keys [first, stop), in sequences [first, stop) of the batch."""
+
+    kind: Kind
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    batch: tuple[int, int] = (0, 1)
+
+    @property
+    def count(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+
+def pieces_of(mask: Tensor, batch: int) -> tuple[Piece, ...]:
+    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1."""
+    found = [tuple(_pieces(rows)) for rows in _intervals(mask)]
+    if len(found) == 1:
+        return tuple(replace(piece, batch=(0, batch)) for piece in found[0])
+    together: list[Piece] = []
+    for pieces, group in groupby(range(len(found)), key=found.__getitem__):
+        members = list(group)
+        together.extend(replace(piece, batch=(members[0], members[-1] + 1)) for piece in pieces)
+    return tuple(together)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The keys [first, stop) outside of which a row sees nothing; `solid` if it sees all of them, with nothing added."""
+
+    first: int
+    stop: int
+    solid: bool
+
+
+def _intervals(mask: Tensor) -> list[list[_Row]]:
+    """For each sequence its rows. A row that sees nothing is left to the kernel, with all keys."""
+    hidden = mask <= (SWAMPS_HALF if mask.dtype == torch.float16 else SWAMPS)
+    plain = ((mask == 0) | hidden).all(-1)
+    seen = ~hidden
+    count = seen.sum(-1)
+    first = seen.byte().argmax(-1)
+    stop = mask.shape[-1] - seen.flip(-1).byte().argmax(-1)
+    some = count > 0
+    first, stop = first * some, torch.where(some, stop, mask.shape[-1])
+    table = torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1)
+    return [[_Row(first, stop, bool(solid)) for first, stop, solid in rows] for rows in table.tolist()]
+
+
+def _pieces(rows: Sequence[_Row]) -> Iterator[Piece]:
+    """Long runs of rows that see alike, and masked pieces of what lies between them."""
+    runs = list(_runs(rows))
+    for is_short, group in groupby(runs, key=lambda piece: piece.kind is Kind.MIXED or piece.count < LEAST_ROWS):
+        members = list(group)
+        if not is_short or (len(members) == 1 and members[0].kind is not Kind.MIXED):
+            yield from members
+            continue
+        inside = range(members[0].rows[0], members[-1].rows[1])
+        keys = min(rows[i].first for i in inside), max(rows[i].stop for i in inside)
+        yield Piece(Kind.MIXED, (inside.start, inside.stop), keys)
+
+
+def _runs(rows: Sequence[_Row]) -> Iterator[Piece]:
+    start = 0
+    while start < len(rows):
+        row, stop = rows[start], start + 1
+        grows = stop < len(rows) and rows[stop].stop == row.stop + 1
+        while row.solid and stop < len(rows) and rows[stop] == _Row(row.first, row.stop + grows * (stop - start), True):
+            stop += 1
+        kind = Kind.CAUSAL if grows and stop > start + 1 else Kind.FULL
+        yield Piece(kind if row.solid else Kind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
+        start = stop

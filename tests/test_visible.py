@@ -1,0 +1,204 @@
+"""Masks that depend on data come down to calls without a mask, and are looked at once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from streamfx.runtime import attention, mask_programs
+from streamfx.runtime.mask_programs import Mask, MaskProgram
+from streamfx.runtime.visible import Kind, Piece, pieces_of
+from tests.support.tracing import compare_function
+
+INF = float("inf")
+LOWEST = torch.finfo(torch.float64).min
+
+
+# -- masks to pieces
+
+
+@st.composite
+def visible_keys(draw: st.DrawFn, rows: int, keys: int) -> Tensor:
+    """What rows see of keys [rows, keys]: causal within documents, up to where padding begins, here and there anything."""
+    offset = draw(st.integers(0, keys))
+    starts = sorted(draw(st.lists(st.integers(0, keys), max_size=3)))
+    row, key = torch.arange(rows)[:, None] + offset, torch.arange(keys)
+    document = sum(((key >= start).long() for start in starts), torch.zeros(keys, dtype=torch.long))
+    own = sum(((row >= start).long() for start in starts), torch.zeros(rows, 1, dtype=torch.long))
+    seen = (own == document) & (key < draw(st.integers(0, keys))) & (key >= draw(st.integers(0, 3)))
+    if draw(st.booleans()):
+        seen &= key <= row
+    for _ in range(draw(st.integers(0, 2))):
+        seen[draw(st.integers(0, rows - 1)), draw(st.integers(0, keys - 1))] ^= True
+    return seen
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Tensor:
+    """Added to scores: [batch, rows, keys]."""
+    rows, keys = draw(st.integers(1, 40)), draw(st.integers(1, 50))
+    seen = torch.stack([draw(visible_keys(rows, keys)) for _ in range(draw(st.integers(1, 3)))])
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, draw(st.sampled_from([-INF, LOWEST])))
+    if draw(st.booleans()):
+        mask[0, draw(st.integers(0, rows - 1)), draw(st.integers(0, keys - 1))] = draw(st.sampled_from([1.0, -1e4]))
+    return mask
+
+
+def cells(piece: Piece, mask: Tensor) -> Tensor:
+    """The mask that a piece stands for, of its own rows and keys."""
+    part = mask[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)]
+    if piece.kind is Kind.MIXED:
+        return part
+    seen = torch.zeros_like(part)
+    if piece.kind is Kind.CAUSAL:
+        rows, keys = part.shape[-2:]
+        seen.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1), -INF)
+    return seen
+
+
+@given(masks())
+def test_pieces_are_the_mask(mask: Tensor) -> None:
+    """Put together they hide what it hides; each row is in one piece."""
+    batch, hidden = mask.shape[0], mask <= LOWEST
+    made, times = torch.full_like(mask, -INF), torch.zeros(mask.shape[:2])
+    for piece in pieces_of(mask, batch):
+        made[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)] = cells(piece, mask)
+        times[slice(*piece.batch), slice(*piece.rows)] += 1
+    assert (times == 1).all()
+    assert torch.equal(made <= LOWEST, hidden)
+    assert torch.equal(made[~hidden], mask[~hidden])
+
+
+def as_mask(dense: Tensor) -> Mask:
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("mask"),))
+    return MaskProgram(torch.fx.GraphModule(nn.Module(), graph), [None])(dense)
+
+
+@given(masks(), st.integers(0, 1000))
+def test_attention_by_pieces_is_attention(mask: Tensor, seed: int) -> None:
+    """Results, log-sum-exps and gradients; rows that see nothing included."""
+    torch.manual_seed(seed)
+    batch, rows, keys = mask.shape
+    q, gradient = (torch.randn(batch, 4, rows, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(batch, 2, keys, 8, dtype=torch.float64) for _ in range(2))
+    dense = mask[:, None]
+    out, lse = attention.forward(q, k, v, dense, None, None)
+    own = attention.forward(q, k, v, as_mask(dense), None, None)
+    torch.testing.assert_close(own, (out, lse), rtol=1e-12, atol=1e-12)
+    expected = attention.backward(gradient, q, k, v, out, lse, dense, None, None)
+    found = attention.backward(gradient, q, k, v, *own, as_mask(dense), None, None)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kinds"),
+    [
+        (slice(None), {Kind.CAUSAL}),
+        (slice(0, 70), {Kind.CAUSAL, Kind.FULL}),
+        (slice(30, None), {Kind.CAUSAL, Kind.MIXED}),
+    ],
+    ids=["no padding", "padding at the end", "padding at the beginning"],
+)
+def test_padding_needs_few_masks(keep: slice, kinds: set[Kind]) -> None:
+    """A row that sees nothing is the only one that keeps its mask."""
+    seen = torch.zeros(100, 100, dtype=torch.bool)
+    seen[:, keep] = True
+    mask = torch.zeros(1, 100, 100).masked_fill_(~seen.tril(), -INF)
+    assert {piece.kind for piece in pieces_of(mask, 2)} == kinds
+
+
+# -- once per step
+
+
+class Layers(nn.Module):
+    """Three layers of causal attention under one padding mask: [B, T, D] and [B, T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 8, 8, dtype=torch.float64) / 3)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        position = torch.arange(x.shape[1])
+        visible = (position <= position[:, None]) & keep[:, None, None]
+        for w in self.w:
+            q = (x @ w)[:, None]
+            x = x + F.scaled_dot_product_attention(q, q, x[:, None], attn_mask=visible)[:, 0]
+        return x
+
+
+@pytest.fixture
+def looked_at() -> Iterator[mock.Mock]:
+    with mock.patch.object(mask_programs, "pieces_of", side_effect=pieces_of) as spy:
+        yield spy
+
+
+@pytest.fixture
+def layers() -> Layers:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return Layers()
+
+
+def gradients(model: nn.Module, call: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    model.zero_grad()
+    call(*arguments).square().sum().backward()
+    gradient = model.w.grad
+    assert isinstance(gradient, Tensor)
+    return gradient.clone()
+
+
+@pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_mask_is_looked_at_once_per_chunk(bodies: str, layers: Layers, looked_at: mock.Mock) -> None:
+    """Not in each of three layers, nor again in the backward half."""
+    compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16, "bodies": bodies})
+    x, keep = torch.randn(2, 64, 8, dtype=torch.float64), torch.ones(2, 64, dtype=torch.bool)
+    for _ in range(2):
+        looked_at.reset_mock()
+        assert torch.allclose(gradients(layers, compiled, x, keep), gradients(layers, layers, x, keep), rtol=1e-12)
+        assert looked_at.call_count == 4
+
+
+@pytest.mark.parametrize("write", ["in place", "behind torch's back"])
+def test_a_mask_that_changed_is_looked_at_again(write: str, layers: Layers) -> None:
+    compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16})
+    x, keep = torch.randn(2, 64, 8, dtype=torch.float64), torch.ones(2, 64, dtype=torch.bool)
+    for length in (64, 40, 20, 60):
+        if write == "in place":
+            keep.copy_(torch.arange(64) < length)
+        else:
+            keep.numpy()[:] = (torch.arange(64) < length).numpy()
+        assert torch.allclose(gradients(layers, compiled, x, keep), gradients(layers, layers, x, keep), rtol=1e-12)
+
+
+def test_steps_that_overlap(layers: Layers) -> None:
+    """Two forward halves before the first backward half, with a mask each."""
+    compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16})
+    x = torch.randn(2, 64, 8, dtype=torch.float64)
+    keeps = [torch.arange(64).expand(2, -1) < length for length in (50, 30)]
+    expected = torch.stack([gradients(layers, layers, x, keep) for keep in keeps]).sum(0)
+    layers.zero_grad()
+    losses = [compiled(x, keep).square().sum() for keep in keeps]
+    for loss in losses:
+        loss.backward()
+    found = layers.w.grad
+    assert found is not None and torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_a_mask_of_scores_is_none_of_the_step() -> None:
+    """What is computed in the loop stays in the loop."""
+
+    def function(inputs: Tensor) -> Tensor:
+        x = inputs[:, None]
+        position = torch.arange(x.shape[2])
+        bias = (x @ x.transpose(-1, -2)).detach().masked_fill(position > position[:, None], -INF)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().sum()
+
+    compare_function(function, [torch.randn(2, 24, 8, dtype=torch.float64, requires_grad=True)], (4, 5))
