@@ -8,6 +8,7 @@ from typing import Any
 
 from streamfx.planner.devices import PUBLISHED
 from streamfx.planner.models import TYPES, builtin_names
+from streamfx.planner.objectives import OBJECTIVES
 from streamfx.planner.plan import plan
 
 
@@ -25,6 +26,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
     parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
+    parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
     parser.add_argument("--save", choices=("inputs", "attention"), help="the option save, in place of the plan's choice")
@@ -48,6 +51,8 @@ def run(arguments: argparse.Namespace) -> str:
         dtype=arguments.dtype,
         lora_rank=arguments.lora_rank,
         max_length=arguments.max_length,
+        objective=arguments.objective,
+        group=arguments.group,
         device=arguments.device,
         baselines=not arguments.no_baselines,
         options={name: value for name, value in given.items() if value is not None},

@@ -12,7 +12,8 @@ from torch import Tensor
 from streamfx.budget import bytes_of, is_budget
 from streamfx.errors import OverBudget, PlanError
 from streamfx.planner.devices import device_called
-from streamfx.planner.models import TYPES, built, language_inputs
+from streamfx.planner.models import TYPES, built
+from streamfx.planner.objectives import objective_called
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import FIRST_LENGTH, longest
@@ -31,22 +32,28 @@ def plan(
     max_length: bool = False,
     device: str = "H100",
     baselines: bool = True,
-    inputs: Inputs = language_inputs,
+    objective: str = "sft",
+    group: int = 8,
+    inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PlanReport:
     """Predict a training step: peak memory by term, FLOPs, time, and the longest length that fits into `memory`.
 
     `model` is a Hugging Face configuration (an object, a mapping, a folder, a JSON file, or the name of one that is shipped)
     or a model on the meta device, which is called with `inputs(batch, length)` and returns its loss, or logits of the labels
-    among these inputs. The optimizer's state is not counted. Nothing is computed.
+    among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences and
+    a reference model; "grpo", `batch` groups of `group` answers and a reference model. The optimizer's state is not counted.
+    Nothing is computed.
     """
     _check(dtype, memory, batch, seq)
-    made, rates = built(model, dtype, lora_rank), device_called(device)
+    wanted, rates = objective_called(objective, group), device_called(device)
+    made = wanted.step(built(model, dtype, lora_rank))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
     budget = None if memory is None else bytes_of(memory, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def at(length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
-        return predict(made, inputs(batch, length), length, given, with_baselines)
+        taken = wanted.inputs(wanted.sequences * batch, length) if inputs is None else inputs(batch, length)
+        return predict(made, taken, length, given, with_baselines)
 
     given = dict(options or {})
     if not max_length:
