@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,9 @@ from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
 
-HEAD = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
-MLP = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
-TINY = {
+HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
+MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
+TINY: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -25,7 +26,7 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 8,
 }
-DECODER = {"workload": "decoder", "length": 24, "sizes": TINY}
+DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ DECODER = {"workload": "decoder", "length": 24, "sizes": TINY}
     ],
     ids=["head", "mlp", "decoder"],
 )
-def test_every_way_computes_the_same(spec: dict, ways: tuple[str, ...]) -> None:
+def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]) -> None:
     expected = Training("eager", **spec).step()
     for way in ways:
         assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
