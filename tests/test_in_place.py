@@ -46,7 +46,7 @@ def both() -> tuple[Tied, Tied]:
 @pytest.mark.parametrize("retained", [0, 1, 2])
 def test_runs_that_keep_the_graph_see_what_was_saved(retained: int) -> None:
     own, eager = both()
-    for model, call in ((own, torch.compile(own, backend="streambp", options=OPTIONS)), (eager, eager)):
+    for call in (torch.compile(own, backend="streambp", options=OPTIONS), eager):
         loss = 3 * call(ids())
         for _ in range(retained):
             loss.backward(retain_graph=True)
