@@ -15,9 +15,10 @@ from benchmarks.ways import WAYS
 
 @dataclass
 class Outcome:
-    """What was seen of one way: its first step, the later ones; or why there are none."""
+    """What was seen of one way: its first step, the later ones; or why there are none. `held` are parameters and inputs."""
 
     why_not: str = ""
+    held: int = 0
     first: dict[str, float] = field(default_factory=dict)
     later: list[dict[str, float]] = field(default_factory=list)
 
@@ -52,6 +53,7 @@ def _take(process: Measured, outcome: Outcome) -> None:
     if outcome.why_not:
         return
     try:
+        outcome.held = outcome.held or process.ask("held")["held_bytes"]
         step = process.ask("measured")
     except Failed as failure:
         outcome.why_not = str(failure)

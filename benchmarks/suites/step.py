@@ -26,7 +26,11 @@ FULL = (
 
 
 def step(settings: Settings) -> Rows:
-    """A training step. All ways take turns; a ratio is the median over rounds of the ratio within a round."""
+    """A training step. All ways take turns; a ratio is the median over rounds of the ratio within a round.
+
+    Peak memory is over the state before the step, gradients included. On a GPU the model's attention is flash attention, causal,
+    so that checkpointing is checkpointing with that.
+    """
     lengths = settings.lengths or ((1024,) if settings.quick else (1024, 8192))
     rounds = settings.rounds or (1 if settings.quick else 3)
     rows: Rows = []
@@ -59,6 +63,7 @@ def _row(label: str, length: int, outcome: Outcome, outcomes: dict[str, Outcome]
         "T": length,
         "peak MiB": outcome.median("peak_bytes") / MIB,
         "of checkpointing": outcome.over(reference, "peak_bytes"),
+        "with parameters MiB": (outcome.held + outcome.median("peak_bytes")) / MIB,
         "s / step": outcome.median("seconds"),
         "of checkpointing's": outcome.over(reference, "seconds"),
         "processor s": outcome.median("cpu_seconds"),
