@@ -1,10 +1,10 @@
-"""One way of training one small decoder: what is measured, in the process that is measured."""
+"""One way of training one workload: what is measured, in the process that is measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,75 +12,82 @@ import torch
 
 from benchmarks.flop_formulas import counted
 from benchmarks.live_bytes import peak_live_bytes
+from benchmarks.ways import WAYS, Way
+from benchmarks.workloads import WORKLOADS, Workload
 from examples.peak_memory import PeakMemory
-from examples.workload import small_config
-
-COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
-    "inductor": ("inductor", {}),
-    "aot_eager": ("aot_eager", {}),
-    "streambp": ("streambp", {"bodies": "eager", "outputs": "dense"}),
-    "streambp, inductor bodies": ("streambp", {"bodies": "inductor", "outputs": "dense"}),
-}
 
 
 @dataclass(frozen=True)
 class Training:
-    """`method` is eager, checkpointing or one of `COMPILED`; sizes that are not given are the built-in model's."""
+    """`way` is a name of `ways.WAYS`, `options` are further ones of its compiler; the rest describes the workload."""
 
-    method: str
+    way: str
     length: int
-    sizes: dict[str, int]
-    options: dict[str, Any]
+    workload: str = "decoder"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    feed: str = "tokens"
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def how(self) -> Way:
+        return WAYS[self.way]
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {**self.how.options, **self.options}
 
     @cached_property
-    def model(self) -> Any:
-        from transformers import AutoModelForCausalLM, logging
-
-        logging.set_verbosity_error()
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small_config(**self.sizes)).train()
-        if self.method == "checkpointing":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model
+    def work(self) -> Workload:
+        return WORKLOADS[self.workload](self.how, self.length, self.sizes, self.feed, self.dtype, self.device)
 
     @cached_property
-    def ids(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, self.model.config.vocab_size, (1, self.length), generator=generator)
+    def loss_of(self) -> Callable[..., torch.Tensor]:
+        import torch._functorch.config as functorch
 
-    def plain_loss(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
-
-    @cached_property
-    def loss_of(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        if self.method not in COMPILED:
-            return self.plain_loss
-        backend, options = COMPILED[self.method]
-        compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(
-            self.plain_loss, backend=backend, options={**options, **self.options} or None
+        for name, value in self.how.functorch.items():
+            setattr(functorch, name, value)
+        if self.how.backend is None:
+            return self.work.loss
+        compiled: Callable[..., torch.Tensor] = torch.compile(
+            self.work.loss, backend=self.how.backend, options=self.compiler_options or None
         )
         return compiled
 
     def step(self) -> float:
-        loss = self.loss_of(self.ids)
+        loss = self.loss_of(**self.work.inputs)
         loss.backward()
         value = loss.item()
-        self.model.zero_grad()
+        for tensor in (*self.work.module.parameters(), *self.work.inputs.values()):
+            tensor.grad = None
         return value
 
     def prepare(self) -> None:
         """Make the model and its input, so that only the step is measured."""
         assert self.loss_of is not None
-        assert self.ids is not None
+        assert self.work.module is not None
+        assert self.work.inputs is not None
+
+    def held(self) -> dict[str, int]:
+        """Bytes of parameters and inputs, and of their gradients."""
+        self.prepare()
+        tensors = {id(tensor): tensor for tensor in (*self.work.module.parameters(), *self.work.inputs.values())}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        return {
+            "held_bytes": total,
+            "gradient_bytes": sum(tensor.nbytes for tensor in tensors.values() if tensor.requires_grad),
+        }
 
     def measured(self) -> dict[str, float]:
         """One step: wall and processor seconds, and the process's high-water mark over the state before."""
         self.prepare()
-        memory = PeakMemory(torch.device("cpu"))
+        memory = PeakMemory(torch.device(self.device))
         memory.start()
         wall, processor = time.perf_counter(), time.process_time()
         loss = self.step()
+        if memory.on_gpu:
+            torch.cuda.synchronize()
         return {
             "seconds": time.perf_counter() - wall,
             "cpu_seconds": time.process_time() - processor,
@@ -96,8 +103,8 @@ class Training:
         """The same, as `streamfx.explain` foretells it."""
         import streamfx
 
-        options = {**COMPILED[self.method][1], **self.options}
-        return {"predicted_bytes": streamfx.explain(self.plain_loss, self.ids, options=options).summary()["peak_bytes"]}
+        explained = streamfx.explain(self.work.loss, options=self.compiler_options, **self.work.inputs)
+        return {"predicted_bytes": explained.summary()["peak_bytes"]}
 
     def flops(self) -> dict[str, int]:
         attention, other = counted(self.step)

@@ -24,6 +24,7 @@ from streamfx.ir.program import Program
 from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.handover import producer_of
+from streamfx.passes.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
 from streamfx.passes.linear import is_expensive, is_random
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
@@ -135,6 +136,7 @@ def check_draws(region: Region, stage: Stage) -> None:
 def _finished(builder: OuterBuilder) -> fx.GraphModule:
     module = fx.GraphModule(builder.module, builder.graph)
     reuse_buffers(module)
+    write_in_place(module)
     return module
 
 
@@ -243,8 +245,18 @@ class _BackwardBuilder(OuterBuilder):
             else:
                 previous.append(made)
             previous = made
+        for node, placeholder in self.saved.items():
+            placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
         saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
         return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
+
+    def _is_for_one(self, node: fx.Node) -> bool:
+        """Whether a saved value is a loop's result that the forward half hands to this half alone."""
+        made = self.forward.env[node]
+        is_handed_over_once = [self.forward.env[other] for other in self.saved].count(
+            made
+        ) == 1 and node not in self.joint.outputs
+        return is_handed_over_once and not made.users and is_made_here(made_by(made), self.forward.module)
 
 
 def _is_lasting_input(node: fx.Node) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "is_composite",
     "is_held_by_model",
     "keep_saved_tensors",
+    "keeps_graph",
     "mutated_inputs",
     "no_dispatch",
     "no_modes",
@@ -67,6 +68,11 @@ def keep_saved_tensors() -> None:
     metadata = getattr(context, "fw_metadata", None)
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running may be asked for again; true where none is running (2.11, 2.13)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def mutated_inputs(joint: fx.Graph) -> list[int] | None:

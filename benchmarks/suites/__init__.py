@@ -1,0 +1,20 @@
+"""What is compared with what: one file per suite, each a function from `Settings` to the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.settings import Rows, Settings
+from benchmarks.suites.analysis import analysis
+from benchmarks.suites.compilation import compilation
+from benchmarks.suites.growth import growth
+from benchmarks.suites.head import head
+from benchmarks.suites.longest import longest
+from benchmarks.suites.masks import masks
+from benchmarks.suites.mlp import mlp
+from benchmarks.suites.operations import operations
+from benchmarks.suites.step import step
+
+SUITES: dict[str, Callable[[Settings], Rows]] = {
+    suite.__name__: suite for suite in (step, masks, head, mlp, longest, operations, growth, compilation, analysis)
+}

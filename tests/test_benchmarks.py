@@ -1,0 +1,91 @@
+"""Benchmarks: every way computes the same, ratios compare neighbours in time, and figures become tables and charts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.processes import Failed, Measured
+from benchmarks.settings import Settings
+from benchmarks.training import Training
+from benchmarks.turns import Outcome, in_turns
+from benchmarks.ways import WAYS
+
+HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
+MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
+
+
+@pytest.mark.parametrize(
+    ("spec", "ways"),
+    [
+        (HEAD, ("checkpointing, loss in parts",)),
+        (MLP, ("checkpointing", "mini-sequences")),
+        (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
+    ],
+    ids=["head", "mlp", "decoder"],
+)
+def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]) -> None:
+    expected = Training("eager", **spec).step()
+    for way in ways:
+        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
+
+
+def test_packed_documents_start_anew() -> None:
+    positions = Training("eager", feed="packed documents", **DECODER).work.inputs["position_ids"]
+    assert positions.tolist() == [[0, 1, 2] * 8]
+
+
+def test_a_step_leaves_no_gradients() -> None:
+    training = Training("eager", **HEAD)
+    training.step()
+    assert training.work.module.weight.grad is None
+    assert training.work.inputs["hidden"].grad is None
+
+
+def test_a_process_answers_and_says_why_it_cannot() -> None:
+    with Measured("eager", **MLP) as process:
+        assert process.ask("measured")["loss"] == pytest.approx(Training("eager", **MLP).step())
+        assert process.ask("held")["gradient_bytes"] == 4 * (3 * 8 * 16 + 24 * 8)
+        with pytest.raises(Failed, match="no_such_question"):
+            process.ask("no_such_question")
+
+
+def test_what_cannot_run_says_why() -> None:
+    found = in_turns({"ours": {"way": "checkpointing, CCE", "length": 8}}, 1, Settings())
+    assert found["ours"].why_not == "cut_cross_entropy has CUDA kernels only"
+    assert all(way.why_not("cpu") == "" for way in WAYS.values() if not way.package)
+
+
+def test_ratios_compare_what_ran_in_the_same_round() -> None:
+    one, other = Outcome(later=[{"s": 1.0}, {"s": 10.0}, {"s": 2.0}]), Outcome(later=[{"s": 2.0}, {"s": 20.0}, {"s": 2.0}])
+    assert one.over(other, "s") == 0.5
+
+
+def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"way": "eager", "T": 8, "peak MiB": 2.0, "processor s": 1.0}, {"way": "inductor", "T": 8, "why not": "no compiler"}]
+    figures, chart = tmp_path / "figures.json", tmp_path / "chart.svg"
+    figures.write_text(json.dumps({"machine": "a machine", "step": rows}))
+    main(["--figures", str(figures), "--chart", str(chart)])
+    assert "| eager | 8 | 2 | 1 |  |" in capsys.readouterr().out
+    assert "<svg" in chart.read_text()
+
+
+def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["step", "--way", "eagre"])
+    assert "no way is called 'eagre'" in capsys.readouterr().err
