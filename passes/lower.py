@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from streamfx.inductor import uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import Options
@@ -26,7 +27,7 @@ class Lower:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        if self.options.bodies != "inductor":
+        if not uses_inductor(self.options, facts.joint.graph):
             return facts
         program: Program = facts.program
         for loop in program.loops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import re
@@ -35,10 +36,12 @@ __all__ = [
     "FakeTensor",
     "HigherOrderOperator",
     "aot_autograd",
+    "compile_whole",
     "compile_with_inductor",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
+    "has_compiler",
     "is_composite",
     "is_held_by_model",
     "keep_saved_tensors",
@@ -47,6 +50,7 @@ __all__ = [
     "no_modes",
     "no_saved_tensor_hooks",
     "placeholder_source",
+    "tracing_undone",
     "unset_fake_temporarily",
     "untraced",
     "wrapper_tensor",
@@ -164,6 +168,46 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def has_compiler(device: str) -> bool:
+    """Whether Inductor finds what it needs to compile for a type of device (2.11, 2.13)."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return bool(has_triton())
+    return device == "cpu" and _has_cpp_compiler()
+
+
+@functools.cache
+def _has_cpp_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        return False
+
+
+def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    result: Callable[..., Any] = compile_fx(dynamo_copy(module)[0], inputs)  # it owns and changes what it is given
+    return result
+
+
+@contextmanager
+def tracing_undone() -> Iterator[None]:
+    """What AOTAutograd notes about a graph is forgotten if an error ends it: the graph can be traced again (2.11, 2.13)."""
+    context = torch._guards.TracingContext.try_get()
+    kept = {} if context is None else dict(vars(context))
+    try:
+        yield
+    except BaseException:
+        if context is not None:
+            vars(context).update(kept)
+        raise
 
 
 def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
