@@ -36,8 +36,9 @@ __all__ = [
     "FakeTensor",
     "HigherOrderOperator",
     "aot_autograd",
+    "compile_for_one_size",
+    "compile_for_sizes",
     "compile_whole",
-    "compile_with_inductor",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
@@ -210,15 +211,50 @@ def tracing_undone() -> Iterator[None]:
         raise
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
     from torch._inductor import standalone_compile
-    from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad(), _disable_current_modes():  # AOTAutograd watches a graph's first run with a mode of its own
+    with torch.no_grad(), no_modes():  # AOTAutograd watches a graph's first run with a mode of its own
         compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
     result: Callable[..., Any] = compiled
     return result
+
+
+def compile_for_sizes(
+    module: fx.GraphModule, like: int, shapes: Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
+) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+    """Compile a graph whose first input is a number n and whose tensors have sizes that follow from it (2.11, 2.13).
+
+    `shapes(n)` gives sizes and strides of each, with a tensor of its type. Returns the compiled function, called as
+    f(n, *tensors), and which n it holds for; it is made with the number `like` in mind.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor import standalone_compile
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    sizes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes)
+    n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
+    with torch.no_grad(), no_modes():
+        with mode:
+            tensors = [
+                torch.empty_strided(size, stride, dtype=value.dtype, device=value.device) for size, stride, value in shapes(n)
+            ]
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compiled = standalone_compile(module, [n, *tensors], dynamic_shapes="from_tracing_context", options={})
+    symbol = n.node.expr
+    least = sizes.var_to_range[symbol].lower
+    conditions = [guard.expr for guard in sizes.guards]
+    fixed = symbol in sizes.replacements
+
+    @functools.cache
+    def holds(number: int) -> bool:
+        allowed = number == like if fixed else number >= least
+        return bool(allowed) and all(condition.subs(symbol, number) == True for condition in conditions)  # noqa: E712  (sympy's)
+
+    return compiled, holds
 
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
