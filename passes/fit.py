@@ -90,11 +90,17 @@ def kept_bytes(facts: Facts) -> int:
     return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
 
 
-def fits_whole(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str) -> bool:
-    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks."""
+def fits_whole(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
+) -> bool:
+    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks.
+
+    They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
+    outputs that the halves do not make.
+    """
     values = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
-    left = bytes_of(budget, device) - held_bytes(forward)
+    left = bytes_of(budget, device) - held_bytes(forward) - others
     results = forward.graph.output_node().args[0]
     saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
     if sum(bytes_like(node.meta.get("val")) for node in saved) > left:

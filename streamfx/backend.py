@@ -13,6 +13,7 @@ from streamfx.capture import captured
 from streamfx.constants import WatchedInput, watched_inputs
 from streamfx.deferral import Deferral, defer_outputs
 from streamfx.errors import NotStreamed, OverBudget
+from streamfx.inductor import uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.pieces import Pieces
 from streamfx.log import log
@@ -20,16 +21,19 @@ from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.fit import fits_whole
 from streamfx.passes.rules import TAKEN_APART
+from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.outputs import WithDeferred
 from streamfx.torch_private import (
     aot_autograd,
+    compile_whole,
     default_partition,
     get_decompositions,
     is_held_by_model,
     keep_saved_tensors,
     mutated_inputs,
+    tracing_undone,
 )
 
 INTERNAL = (
@@ -40,6 +44,15 @@ NOT_DEFERRED = (
     "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
+
+NOT_COMPILED = (
+    "a graph that fits into the memory budget as it stands is run without a compiler: Inductor failed (%s). "
+    'The result is exact; bodies="eager" asks for this without the attempt.'
+)
+
+
+class FitsWhole(Exception):
+    """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
 
 
 def streambp(
@@ -59,9 +72,28 @@ class Compilation:
     num_inputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
+    deferred_bytes: int = 0
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
         inputs = list(example_inputs)
+        try:
+            with tracing_undone():
+                return self._compile(inputs)
+        except FitsWhole:
+            return self._compile_whole(inputs)
+
+    def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
+        try:
+            return compile_whole(self.module, inputs)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning(NOT_COMPILED, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            self.facts.pop()
+            return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
+
+    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
@@ -74,6 +106,8 @@ class Compilation:
             decompositions=get_decompositions(TAKEN_APART),
         )
         deferral = self.deferral()
+        if deferral is not None:
+            self.deferred_bytes = max(0, _result_bytes(self.module) - _result_bytes(deferral.module))
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if deferral is not None:
             compiled = WithDeferred(compiled, deferral.plan)
@@ -133,13 +167,28 @@ class Compilation:
         facts = captured(joint, count, num_fwd_outputs, static, self.patterns(count), mutated_inputs(joint.graph))
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
             halves = plain()
-            if fits_whole(*halves, num_fwd_outputs, self.options.memory_budget):
-                self.facts.append(replace(facts, notes={"fits": True}))
+            if self.fits_as_it_stands(facts, *halves):
                 return halves
         facts = self.analysed(facts)
         if facts.program is None:
             return plain()
         return facts.program.forward, facts.program.backward
+
+    def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
+        """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
+        budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
+        assert budget is not None
+        compiled = uses_inductor(self.options, facts.joint.graph)
+        if not fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes if compiled else 0):
+            return False
+        self.facts.append(replace(facts, notes={"fits": "compiled" if compiled else "eager"}))
+        if compiled:
+            self.hand_over()
+        return True
+
+    def hand_over(self) -> None:
+        """Let Inductor have the graph as Dynamo gave it."""
+        raise FitsWhole
 
     def analysed(self, facts: Facts) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
@@ -178,6 +227,11 @@ class Compilation:
 def _outputs(module: fx.GraphModule) -> Sequence[Any]:
     results = module.graph.output_node().args[0]
     return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _result_bytes(module: fx.GraphModule) -> int:
+    """Bytes of what a graph of Dynamo's returns."""
+    return sum(bytes_like(node.meta.get("example_value")) for node in _outputs(module) if isinstance(node, fx.Node))
 
 
 class Guarded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import re
@@ -35,10 +36,13 @@ __all__ = [
     "FakeTensor",
     "HigherOrderOperator",
     "aot_autograd",
-    "compile_with_inductor",
+    "compile_for_one_size",
+    "compile_for_sizes",
+    "compile_whole",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
+    "has_compiler",
     "is_composite",
     "is_held_by_model",
     "keep_saved_tensors",
@@ -48,6 +52,7 @@ __all__ = [
     "no_modes",
     "no_saved_tensor_hooks",
     "placeholder_source",
+    "tracing_undone",
     "unset_fake_temporarily",
     "untraced",
     "wrapper_tensor",
@@ -172,15 +177,90 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+def has_compiler(device: str) -> bool:
+    """Whether Inductor finds what it needs to compile for a type of device (2.11, 2.13)."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return bool(has_triton())
+    return device == "cpu" and _has_cpp_compiler()
+
+
+@functools.cache
+def _has_cpp_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        return False
+
+
+def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    result: Callable[..., Any] = compile_fx(dynamo_copy(module)[0], inputs)  # it owns and changes what it is given
+    return result
+
+
+@contextmanager
+def tracing_undone() -> Iterator[None]:
+    """What AOTAutograd notes about a graph is forgotten if an error ends it: the graph can be traced again (2.11, 2.13)."""
+    context = torch._guards.TracingContext.try_get()
+    kept = {} if context is None else dict(vars(context))
+    try:
+        yield
+    except BaseException:
+        if context is not None:
+            vars(context).update(kept)
+        raise
+
+
+def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
     from torch._inductor import standalone_compile
-    from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad(), _disable_current_modes():  # AOTAutograd watches a graph's first run with a mode of its own
+    with torch.no_grad(), no_modes():  # AOTAutograd watches a graph's first run with a mode of its own
         compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
     result: Callable[..., Any] = compiled
     return result
+
+
+def compile_for_sizes(
+    module: fx.GraphModule, like: int, shapes: Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
+) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+    """Compile a graph whose first input is a number n and whose tensors have sizes that follow from it (2.11, 2.13).
+
+    `shapes(n)` gives sizes and strides of each, with a tensor of its type. Returns the compiled function, called as
+    f(n, *tensors), and which n it holds for; it is made with the number `like` in mind.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor import standalone_compile
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    sizes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes)
+    n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
+    with torch.no_grad(), no_modes():
+        with mode:
+            tensors = [
+                torch.empty_strided(size, stride, dtype=value.dtype, device=value.device) for size, stride, value in shapes(n)
+            ]
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compiled = standalone_compile(module, [n, *tensors], dynamic_shapes="from_tracing_context", options={})
+    symbol = n.node.expr
+    least = sizes.var_to_range[symbol].lower
+    conditions = [guard.expr for guard in sizes.guards]
+    fixed = symbol in sizes.replacements
+
+    @functools.cache
+    def holds(number: int) -> bool:
+        allowed = number == like if fixed else number >= least
+        return bool(allowed) and all(condition.subs(symbol, number) == True for condition in conditions)  # noqa: E712  (sympy's)
+
+    return compiled, holds
 
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]

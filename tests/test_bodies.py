@@ -2,25 +2,119 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support import decoders, layouts
+from streamfx.runtime import segments
+from streamfx.runtime.segments import Form
+from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
+from tests.support.hf import deep
 from tests.support.small import Causal, tokens
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 
 
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Form]]:
+    """What a test compiles."""
+    found: dict[Any, list[Form]] = {}
+    monkeypatch.setattr(segments, "_forms", found)
+    return found
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter in the place of compiled code."""
+    monkeypatch.setattr(segments, "compile_for_one_size", lambda module, inputs: module)
+    monkeypatch.setattr(segments, "compile_for_sizes", lambda module, like, shapes: (module, segments.any_size))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("streamfx")]
+
+
 @needs_compiler
-def test_small_decoder() -> None:
-    """Chunks of two sizes, and the last one shorter."""
+def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFixture) -> None:
+    """Chunks of two sizes: the last one is shorter, and there is one form of each stretch for both."""
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor", attention={"causal"}, streams=True)
+    assert [len(own) for own in forms.values()] == [1] * len(forms)
+    assert all(form.family.at is not None for own in forms.values() for form in own)
+    assert not said(caplog)
+
+
+class LossOf(nn.Module):
+    """A model of which a training loop asks for nothing but the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs).loss
+
+
+@pytest.mark.parametrize("length", [32, 29])
+def test_layers_and_chunks_share_what_is_compiled(length: int, forms: dict[Any, list[Form]], no_compiler: None) -> None:
+    """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are seven stretches."""
+    ids = torch.randint(1, hf.VOCABULARY, (1, length))
+    compiled = []
+    for layers in (2, 3):
+        torch._dynamo.reset()
+        model, inputs = LossOf(deep(hf.qwen3, layers)), {"input_ids": ids, "labels": ids}
+        report = compare(model, inputs, chunk_size=8, loss_chunk_size=8, bodies="inductor")
+        loops = report.facts[0].program.loops  # type: ignore[union-attr]
+        assert len({tuple(segment.text for segment in loop.compiled.segments) for loop in loops}) == 4
+        compiled.append(sum(map(len, forms.values())))
+    assert compiled == [7, 7]
+
+
+def test_what_does_not_compile_is_interpreted(
+    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(segments, "compile_for_sizes", fails)
+    monkeypatch.setattr(segments, "_told", [])
+    model, ids = Causal().double(), tokens(2, 11)
+    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
+    assert ["no compiler here" in text for text in said(caplog)] == [True]
+
+
+ONE_STEP = """
+import torch
+from torch._dynamo.utils import counters
+from tests.support.small import Causal, tokens
+
+model, ids = Causal(), tokens(2, 11)
+torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})(ids, ids).backward()
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.long
+@needs_compiler
+def test_another_process_finds_bodies_on_disk(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", ONE_STEP], env=environment, cwd=root, capture_output=True, text=True)
+        found.append(tuple(map(int, done.stdout.split())))
+    (missed, none), (again, hits) = found
+    assert (none, again) == (0, 0)
+    assert hits == missed > 0
 
 
 @pytest.mark.long

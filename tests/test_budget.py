@@ -18,7 +18,9 @@ from streamfx.report.memory import cost_of
 from streamfx.report.meter import Meter
 from streamfx.runtime.outer import OuterRunner
 from tests.support import hf
+from tests.support.exactness import gradient_errors, outcome
 from tests.support.hf import ROTARY
+from tests.support.small import Causal, tokens
 
 LENGTH, LAYERS = 1024, 3
 WIDE = {
@@ -94,6 +96,53 @@ def test_what_fits_is_left_as_it_stands() -> None:
     assert (
         "as it stands" in streamfx.explain(step.model, input_ids=step.ids, options={"memory_budget": "1GiB"}).stages[0].reasons[0]
     )
+
+
+def handed_over(monkeypatch: pytest.MonkeyPatch, compiler: Any, **options: Any) -> tuple[float, str]:
+    """The error of gradients with a budget in which everything fits and `compiler` in Inductor's place; what explain says."""
+    monkeypatch.setattr("streamfx.backend.compile_whole", compiler)
+    model, ids = Causal().double(), tokens(2, 11)
+    options = {"memory_budget": "1GiB", "bodies": "inductor", **options}
+    compiled = torch.compile(model, backend="streambp", options=options)
+    truth, found = (outcome(run, model, (ids, ids)).gradients for run in (model, compiled))
+    return max(gradient_errors(found, truth).values()), str(streamfx.explain(model, ids, ids, options=options))
+
+
+def test_what_fits_is_given_to_inductor_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        given.append(module)
+        return module
+
+    error, text = handed_over(monkeypatch, compiler)
+    assert error == 0
+    assert len(given) == 1
+    assert any("scaled_dot_product" in str(node.target) for node in given[0].graph.nodes)  # Dynamo's graph, not AOTAutograd's
+    assert "nothing is cut into chunks, and Inductor compiles it" in text
+    error, text = handed_over(monkeypatch, None, bodies="eager")
+    assert error < 1e-12
+    assert "Inductor" not in text
+
+
+def test_what_inductor_cannot_compile_runs_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(module: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    with caplog.at_level("WARNING", logger="streamfx"):
+        error, _ = handed_over(monkeypatch, fails)
+    assert error < 1e-12
+    assert [record.getMessage() for record in caplog.records if "no compiler here" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.long
+def test_inductor_makes_of_it_what_it_makes_without_us() -> None:
+    model, ids = Causal().double(), tokens(2, 11)
+    alone = torch.compile(model, backend="inductor")
+    within = torch.compile(model, backend="streambp", options={"memory_budget": "1GiB", "bodies": "inductor"})
+    truth, found = (outcome(run, model, (ids, ids)).gradients for run in (alone, within))
+    assert max(gradient_errors(found, truth).values()) == 0
 
 
 def test_what_does_not_fit_says_how_much_it_takes() -> None:

@@ -13,7 +13,7 @@ from streamfx.ir.facts import Facts
 from streamfx.options import resolved
 from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
-from tests.support.hf import ROTARY
+from tests.support.hf import deep
 
 LAYERS = 5
 MODELS = [hf.qwen3_tied, hf.mistral]
@@ -27,15 +27,6 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
-def deep(make: Callable[..., nn.Module], layers: int = LAYERS) -> nn.Module:
-    torch.manual_seed(0)
-    before, ROTARY["num_hidden_layers"] = ROTARY["num_hidden_layers"], layers
-    try:
-        return make().double()
-    finally:
-        ROTARY["num_hidden_layers"] = before
-
-
 def loops_again(facts: Facts) -> int:
     assert facts.program is not None
     return sum("_again" in loop.spec.name for loop in facts.program.loops)
@@ -44,7 +35,7 @@ def loops_again(facts: Facts) -> int:
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_gradients_under_every_choice(make: Callable[..., nn.Module]) -> None:
     ids = torch.randint(1, hf.VOCABULARY, (2, 19))
-    report = compare(deep(make), {"input_ids": ids, "labels": ids}, chunk_size=6, keep_every=2)
+    report = compare(deep(make, LAYERS), {"input_ids": ids, "labels": ids}, chunk_size=6, keep_every=2)
     assert loops_again(report.facts[0]) == 2
     for choice in CHOICES:
         compare_replayed(report.recorder, 5, TOLERANCE, choice)
@@ -52,7 +43,7 @@ def test_gradients_under_every_choice(make: Callable[..., nn.Module]) -> None:
 
 def test_how_many_stages_run_again() -> None:
     ids = torch.randint(1, hf.VOCABULARY, (2, 19))
-    (recorded,) = compare(deep(hf.llama), {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
+    (recorded,) = compare(deep(hf.llama, LAYERS), {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
     facts = {every: recorded.facts_for(resolved({"keep_every": every, "outputs": "dense"})) for every in (1, 2, 3, 9)}
     assert [loops_again(facts[every]) for every in (1, 2, 3, 9)] == [0, 2, 3, 4]
     saved = [len(facts[every].program.saved) for every in (1, 2, 3, 9)]

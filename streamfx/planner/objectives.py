@@ -1,7 +1,7 @@
 """What a step computes: supervised fine-tuning, preferences in pairs, or groups of rewarded answers.
 
-These are stand-ins of what trainers compute, as far as memory and time go; nobody trains with them. A loss of one's own is planned
-as a model that returns it.
+These are stand-ins of what trainers compute, as far as memory and time go; nobody trains with them. A loss of one's own is
+planned as a model that returns it.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def plan(
 
     `model` is a Hugging Face configuration (an object, a mapping, a folder, a JSON file, or the name of one that is shipped)
     or a model on the meta device, which is called with `inputs(batch, length)` and returns its loss, or logits of the labels
-    among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences and
-    a reference model; "grpo", `batch` groups of `group` answers and a reference model. The optimizer's state is not counted.
+    among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
+    and a reference model; "grpo", `batch` groups of `group` answers and a reference model. The optimizer's state is not counted.
     Nothing is computed.
     """
     _check(dtype, memory, batch, seq)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from streamfx.ir.facts import Span
@@ -24,6 +25,29 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
         return attention_flops(target, arguments, Span(high=0) if arguments.get("is_causal") else Span())
     formula = flop_registry.get(target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def flops_of_graph(graph: fx.Graph) -> int:
+    """FLOPs of a traced graph that runs once, sizes being those of the trace."""
+    counted = (node for node in graph.nodes if node.op == "call_function" and has_flops(node.target))
+    return sum(flops_of(node.target, _on_meta(node.args), _on_meta(node.kwargs), _on_meta(node)) for node in counted)
+
+
+def has_flops(target: Any) -> bool:
+    """Whether an operator is one of those that are counted."""
+    return isinstance(target, torch._ops.OpOverload) and (is_fused_attention(target) or target.overloadpacket in flop_registry)
+
+
+def _on_meta(arguments: Any) -> Any:
+    """Nodes as tensors without data, or the numbers that they stand for."""
+
+    def like(node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    return fx.node.map_arg(arguments, like)
 
 
 def is_fused_attention(target: Any) -> bool:

@@ -64,8 +64,9 @@ def _advice(node: fx.Node, facts: Facts) -> str:
 
 def why_no_stages(facts: Facts) -> str:
     """Why a graph has no stages at all."""
-    if facts.notes.get("fits"):
-        return "everything fits into the memory budget as it stands, so nothing is cut into chunks"
+    if (fits := facts.notes.get("fits")) is not None:
+        runs = ", and Inductor compiles it" if fits == "compiled" else ""
+        return f"everything fits into the memory budget as it stands, so nothing is cut into chunks{runs}"
     failed = facts.notes.get("failed")
     if failed:
         return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"

@@ -7,7 +7,7 @@ them lie on a parabola, and the peak is at one of the ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +43,6 @@ class SampledLoop(Loop):
 
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
         super().__init__(spec)
-        self.compiled = self._metered
         self.meter, self.terms, self.known = meter, terms, known
         self.flops = self.moved = self.rows = 0
         self._stretches: list[range] = []
@@ -61,6 +60,9 @@ class SampledLoop(Loop):
         picked = [position for stretch in self._stretches for position in sample_of(stretch)]
         self._upcoming = iter(picked)
         return [every[position] for position in picked]
+
+    def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
+        return self._metered
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))

@@ -201,6 +201,9 @@ class _Watched(Compilation):
             self.call.graphs.append(TracedGraph(self.seen, facts, *plain, num_fwd_outputs))
         return halves
 
+    def hand_over(self) -> None:
+        """Go on tracing: nothing is compiled."""
+
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _StandIn(module, self.call)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from streamfx.torch_private import compile_with_inductor
-
-Compiled = Callable[..., Sequence[Any]]
-_cache: dict[Hashable, Compiled] = {}
+from streamfx.runtime.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,20 @@ class CompiledBody:
         segments = sum(step.kind == "segment" for step in self.steps)
         return f"{segments} compiled segments, {len(self.steps) - segments - 1} operators of the runtime"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBody:
+        """Copies of a loop share it: it holds nothing of a run. (AOTAutograd copies the backward half.)"""
+        return self
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [step.run for step in self.steps if step.kind == "segment"]
+
+    def for_chunks(self, lengths: int) -> CompiledBody:
+        """The body for a loop whose chunks have so many different lengths."""
+        for segment in self.segments:
+            segment.several = lengths > 1
+        return self
+
     def __call__(self, *feeds: Any) -> Sequence[Any]:
         env: dict[str, Any] = dict(zip(self.placeholders, feeds, strict=True))
         del feeds
@@ -78,54 +88,3 @@ class CompiledBody:
             return values
         env[step.outputs[0]] = step.run(*arguments[0], **arguments[1])
         return ()
-
-
-class Segment:
-    """A stretch of a body, compiled once per shape, shared by all bodies that have the same one."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-        self._text = structure(module.graph)
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        key = (self._text, tuple(_signature(value) for value in inputs))
-        compiled = _cache.get(key)
-        if compiled is None:
-            compiled = _cache[key] = self._compile(inputs)
-        return compiled(*(value for value in inputs if isinstance(value, Tensor)))
-
-    def _compile(self, inputs: Sequence[Any]) -> Compiled:
-        """Numbers become constants: a segment has as many compiled forms as chunks have shapes, which is two."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, Any] = {}
-        tensors = []
-        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            is_tensor = isinstance(value, Tensor)
-            copies[node] = graph.placeholder(node.name) if is_tensor else value
-            tensors.extend([value] if is_tensor else [])
-        for node in self.module.graph.nodes:
-            if node.op == "call_function":
-                copies[node] = graph.node_copy(node, lambda source: copies[source])
-        results = self.module.graph.output_node().args[0]
-        graph.output(tuple(copies[node] for node in results))  # type: ignore[index,union-attr]
-        return compile_with_inductor(fx.GraphModule(torch.nn.Module(), graph), tensors)
-
-
-def structure(graph: fx.Graph) -> str:
-    """The graph as text that does not depend on names."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-
-    def written(item: Any) -> Any:
-        return f"%{number[item]}" if isinstance(item, fx.Node) else item
-
-    lines = []
-    for node in graph.nodes:
-        args = fx.node.map_aggregate((node.args, node.kwargs), written)
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args}")
-    return "\n".join(lines)
-
-
-def _signature(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (value.dtype, tuple(value.shape), value.stride(), value.device)
-    return value

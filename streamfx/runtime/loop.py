@@ -12,6 +12,7 @@ from streamfx.ir.facts import Span
 from streamfx.ir.program import BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
 from streamfx.ir.sizes import Size
 from streamfx.runtime.buffers import rows_of, rows_view
+from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds, span_bounds
 
 Env = dict[str, int]
@@ -24,7 +25,7 @@ class Loop(nn.Module):
         super().__init__()
         self.spec = spec
         self.body = spec.body
-        self.compiled: Callable[..., Sequence[Any]] | None = None  # runs in place of the body
+        self.compiled: CompiledBody | None = None  # runs in place of the body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
 
     def chunks(self, length: int, env: Env) -> list[tuple[int, int]]:
@@ -41,13 +42,14 @@ class Loop(nn.Module):
         step = self.rows_per_chunk(length, env)
         env["chunks"] = max(1, -(-length // step))
         buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
-        run = self.compiled or self.body.forward
+        bounds = self.chunks(length, env)
+        run = self.runner(bounds)
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
         results = [self._result(item, tensors, env) for item in stacked]
-        for number, (start, stop) in enumerate(self.chunks(length, env)):
+        for number, (start, stop) in enumerate(bounds):
             env.update(start=start, stop=stop, chunk=start // step)
             feeds = list(self._feeds(env, tensors, buffers, length, number))
-            made = run(*feeds)
+            made: Any = run(*feeds)
             del feeds
             for item, result, rows in zip(stacked, results, made, strict=True):
                 own = self._part(result, ((item.placement, None),), env, length, rows_view)
@@ -55,6 +57,12 @@ class Loop(nn.Module):
             made = rows = None
         kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
         return (*results, *kept)
+
+    def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
+        """What runs the body for these chunks."""
+        if self.compiled is None:
+            return self.body.forward  # type: ignore[no-any-return]
+        return self.compiled.for_chunks(len({stop - start for start, stop in bounds}))
 
     def rows_per_chunk(self, length: int, env: Env) -> int:
         chunk = self.spec.chunk_size

@@ -142,3 +142,13 @@ def made(name: str, attention: str = "sdpa", seed: int = 0, **more: Any) -> nn.M
             else:
                 parameter.mul_(8)  # the usual 0.02 leaves attention almost uniform
     return model
+
+
+def deep(make: Callable[..., nn.Module], layers: int) -> nn.Module:
+    """A model in float64 with so many layers."""
+    torch.manual_seed(0)
+    before, ROTARY["num_hidden_layers"] = ROTARY["num_hidden_layers"], layers
+    try:
+        return make().double()
+    finally:
+        ROTARY["num_hidden_layers"] = before
