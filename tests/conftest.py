@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from streamfx.passes.rules import RULES
+from streamfx.runtime import visible
 from tests.support.goldens import golden
 from tests.support.precision import widen_models
 
@@ -45,6 +46,12 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     RULES.clear()
     RULES.update(rules)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of a few rows are taken apart as those of long chunks are."""
+    monkeypatch.setattr(visible, "LEAST_ROWS", 2)
 
 
 @pytest.fixture(scope="module")
