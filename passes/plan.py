@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,7 +17,9 @@ from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
 from streamfx.passes.linear import is_moved_elements
+from streamfx.report.memory import bytes_like
 
+SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
 ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
 
 
@@ -28,9 +30,10 @@ class Plan:
 
     def apply(self, facts: Facts) -> Facts:
         stages: tuple[Stage, ...] = facts.stages.stages
+        results = tuple(attention_results(stage, facts) for stage in stages)
         plan = ChunkPlan(
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
-            kept=tuple(self.kept(stage, facts) for stage in stages),
+            kept=results if self.keeps(results, facts) else tuple(() for _ in stages),
             accumulate=torch.float32 if self.options.accumulate == "float32" else None,
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts),
@@ -47,20 +50,13 @@ class Plan:
         stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
-    def kept(self, stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
-        """Values that the backward half would otherwise compute a second time."""
-        if self.options.save != "attention":
-            return ()
-        assert facts.axes is not None
-        inside = set(stage.forward)
-        return tuple(
-            node
-            for node in stage.forward
-            if node.target is operator.getitem
-            and facts.axes.signatures.get(node.args[0])  # type: ignore[arg-type]
-            and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
-            and any(user not in inside for user in node.users)
-        )
+    def keeps(self, results: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
+        """Whether results of attention are kept; without a budget, where they are small beside the model and its gradients."""
+        if self.options.save != "auto" or self.options.memory_budget is not None:
+            return self.options.save == "attention"
+        gradients = [node for node in facts.joint.gradients if isinstance(node, fx.Node)]
+        model = sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
+        return bool(gradients) and sum(bytes_like(node.meta["val"]) for nodes in results for node in nodes) <= SMALL * model
 
     def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Rows at the cuts that wait on the host, those of them that are kept."""
@@ -85,6 +81,20 @@ class Plan:
             for number, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
             for is_last in (number == len(stages) - 1,)
         )
+
+
+def attention_results(stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
+    """Results and log-sum-exps of a stage's fused attention that the backward half would otherwise compute a second time."""
+    assert facts.axes is not None
+    inside = set(stage.forward)
+    return tuple(
+        node
+        for node in stage.forward
+        if node.target is operator.getitem
+        and facts.axes.signatures.get(node.args[0])  # type: ignore[arg-type]
+        and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
+        and any(user not in inside for user in node.users)
+    )
 
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
