@@ -21,7 +21,7 @@ from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import numeric
 from streamfx.log import log
-from streamfx.options import Options
+from streamfx.options import SAVE_LEVELS, Options
 from streamfx.passes.plan import Plan
 from streamfx.passes.rewrite import Rewrite
 from streamfx.report.lengths import sequence_length
@@ -38,6 +38,14 @@ WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
 NEAR = 1.03  # an estimate this far above the budget is worth a simulation
 
 
+KEPT = {
+    "inputs": "only stage inputs kept",
+    "attention": "results of attention kept",
+    "projections": "attention and the products around it kept",
+    "products": "results of all products kept",
+}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Choices that a program is written for; the size of chunks is found afterwards."""
@@ -46,7 +54,7 @@ class Candidate:
     keep_every: int
 
     def __str__(self) -> str:
-        kept = "results of attention kept" if self.save == "attention" else "only stage inputs kept"
+        kept = KEPT[self.save]
         return kept if self.keep_every == 1 else f"{kept}, of one stage in {self.keep_every}"
 
 
@@ -146,16 +154,24 @@ class _Search:
         save = "inputs" if self.options.save == "auto" else self.options.save
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
-            more = Candidate("attention", every[0])
-            base = self.simulate(Candidate(save, every[0]), self.facts.program, self.working_sets(self.facts.program)[1])
-            if base.peak + kept_bytes(Plan(self.with_choices(more)).apply(self.facts)) <= self.left * NEAR:
-                yield more
+            yield from self.keeping_more(every[0])
         yield Candidate(save, every[0])
         several = [Candidate(save, k) for k in every[1:]]
         peaks = [self.estimate(candidate, count) for candidate in several]
         for candidate, peak in zip(several, peaks, strict=True):
             if peak <= self.left * NEAR or peak == min(peaks):
                 yield candidate
+
+    def keeping_more(self, every: int) -> Iterator[Candidate]:
+        """Those that keep more than stage inputs and may fit, the most first."""
+        base = self.simulate(Candidate("inputs", every), self.facts.program, self.working_sets(self.facts.program)[1])
+        found: dict[Any, Candidate] = {}
+        for level in SAVE_LEVELS[1:]:
+            candidate = Candidate(level, every)
+            planned = Plan(self.with_choices(candidate)).apply(self.facts)
+            if base.peak + kept_bytes(planned) <= self.left * NEAR:
+                found.setdefault(planned.plan.kept, candidate)
+        yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
         """About what the peak would be with fewer boundaries, from that with all of them."""

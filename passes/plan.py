@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,6 +16,7 @@ from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
 from streamfx.passes.linear import is_moved_elements
+from streamfx.passes.saving import kept_values
 from streamfx.report.memory import bytes_like
 
 SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
@@ -30,10 +30,9 @@ class Plan:
 
     def apply(self, facts: Facts) -> Facts:
         stages: tuple[Stage, ...] = facts.stages.stages
-        results = tuple(attention_results(stage, facts) for stage in stages)
         plan = ChunkPlan(
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
-            kept=results if self.keeps(results, facts) else tuple(() for _ in stages),
+            kept=self.kept(facts),
             accumulate=torch.float32 if self.options.accumulate == "float32" else None,
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts),
@@ -50,13 +49,16 @@ class Plan:
         stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
-    def keeps(self, results: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
-        """Whether results of attention are kept; without a budget, where they are small beside the model and its gradients."""
-        if self.options.save != "auto" or self.options.memory_budget is not None:
-            return self.options.save == "attention"
-        gradients = [node for node in facts.joint.gradients if isinstance(node, fx.Node)]
-        model = sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
-        return bool(gradients) and sum(bytes_like(node.meta["val"]) for nodes in results for node in nodes) <= SMALL * model
+    def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+        """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
+
+        def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
+            return tuple(kept_values(stage, facts, level) for stage in facts.stages.stages)
+
+        if self.options.save != "auto":
+            return at(self.options.save)
+        results = at("attention")
+        return results if self.options.memory_budget is None and are_small(results, facts) else at("inputs")
 
     def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Rows at the cuts that wait on the host, those of them that are kept."""
@@ -83,18 +85,11 @@ class Plan:
         )
 
 
-def attention_results(stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
-    """Results and log-sum-exps of a stage's fused attention that the backward half would otherwise compute a second time."""
-    assert facts.axes is not None
-    inside = set(stage.forward)
-    return tuple(
-        node
-        for node in stage.forward
-        if node.target is operator.getitem
-        and facts.axes.signatures.get(node.args[0])  # type: ignore[arg-type]
-        and facts.axes.signatures[node.args[0]].keys  # type: ignore[index]
-        and any(user not in inside for user in node.users)
-    )
+def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
+    """Whether values take little memory beside the model and its gradients."""
+    gradients = [node for node in facts.joint.gradients if isinstance(node, fx.Node)]
+    model = sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
+    return bool(gradients) and sum(bytes_like(node.meta["val"]) for nodes in kept for node in nodes) <= SMALL * model
 
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:

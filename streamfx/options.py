@@ -14,6 +14,7 @@ from streamfx.budget import is_budget
 from streamfx.errors import OptionError
 
 ENVIRONMENT = "STREAMFX_OPTIONS"
+SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # what a stage keeps, from little to much
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Options:
     chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
     loss_chunk_size: the same for the stage that holds the head and the loss.
     save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
-        fused attention too, so that it is not run twice), "auto" (results of attention too while they take at most half of what
+        fused attention too, so that it is not run twice), "projections" (queries, keys, values and the residual stream after the
+        attention, too), "products" (results of all matrix products: nothing but element-wise work is repeated), "auto" (results of attention too while they take at most half of what
         the model and its gradients take; with a budget, what the plan chooses).
     keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are made
         again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
@@ -39,7 +41,7 @@ class Options:
 
     chunk_size: int | Literal["auto"] = "auto"
     loss_chunk_size: int | Literal["auto"] = "auto"
-    save: Literal["inputs", "attention", "auto"] = "auto"
+    save: Literal["inputs", "attention", "projections", "products", "auto"] = "auto"
     keep_every: int | Literal["auto"] = "auto"
     memory_budget: int | float | str | None = None
     offload: Literal["none", "inputs"] = "none"
@@ -53,7 +55,7 @@ class Options:
 
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
-    "save": ("inputs", "attention", "auto"),
+    "save": (*SAVE_LEVELS, "auto"),
     "offload": ("none", "inputs"),
     "bodies": ("eager", "inductor", "auto"),
     "accumulate": ("float32", "same"),

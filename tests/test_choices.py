@@ -22,6 +22,9 @@ CHOICES: list[dict[str, Any]] = [
     {"keep_every": 2, "save": "inputs"},
     {"keep_every": 3, "save": "attention"},
     {"keep_every": 9, "save": "inputs"},
+    {"save": "projections"},
+    {"save": "products"},
+    {"keep_every": 2, "save": "products"},
     {"offload": "inputs", "save": "inputs"},
     {"offload": "inputs", "keep_every": 2},
 ]

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from streamfx.options import SAVE_LEVELS
 from streamfx.planner.devices import PUBLISHED
 from streamfx.planner.models import TYPES, builtin_names
 from streamfx.planner.objectives import OBJECTIVES
@@ -30,7 +31,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
-    parser.add_argument("--save", choices=("inputs", "attention"), help="the option save, in place of the plan's choice")
+    parser.add_argument("--save", choices=SAVE_LEVELS, help="the option save, in place of the plan's choice")
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
     parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
     parser.add_argument("--device", default="H100", help=f"whose rates to tell time by: {', '.join(PUBLISHED)}, or here")
