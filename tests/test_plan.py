@@ -12,7 +12,7 @@ from torch import nn
 
 import streamfx
 from streamfx.cli import main
-from streamfx.planner.models import Adapted, built, builtin_names, language_inputs
+from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
 from streamfx.planner.predict import Prediction
 from streamfx.planner.search import longest
 from tests.support.small import Causal
@@ -28,6 +28,7 @@ TINY = {
     "max_position_embeddings": 4096,
 }
 KEYS = {"max_length", "peak_bytes", "peak_by_term", "flops", "baseline_flops", "stages"}
+MIDDLE = ("attention", "projections")
 BILLIONS = {
     "GPT-OSS-20B": 20.91,
     "Gemma-3-12B": 11.77,
@@ -71,8 +72,29 @@ def test_a_plan_has_all_figures(folder: Path, capsys: pytest.CaptureFixture[str]
     assert parameters <= summary["peak_by_term"]["parameters"] < 1.01 * parameters
     assert set(summary["ways"]) == {"no measure", "gradient checkpointing"}
     assert summary["flops"] <= summary["ways"]["gradient checkpointing"]["flops"]
-    assert summary["baseline_flops"] < summary["flops"]
+    kinds = summary["flops_by_kind"]
+    assert {name: sum(counts.values()) for name, counts in kinds.items()} == {
+        "streambp": summary["flops"],
+        **{name: way["flops"] for name, way in summary["ways"].items()},
+        "gradient checkpointing, whole layers": summary["baseline_flops"],
+    }
+    assert summary["ways"]["gradient checkpointing"]["flops"] < summary["baseline_flops"]
     assert all(stage["kind"] == "streamed" for stage in summary["stages"])
+
+
+@pytest.mark.parametrize("save", ["inputs", "products", *(pytest.param(s, marks=pytest.mark.long) for s in MIDDLE)])
+def test_flops_are_those_of_a_run(save: str) -> None:
+    """By a counter of torch's own, to which the CPU's attention was made known: attention, and all else."""
+    counted = pytest.importorskip("benchmarks.flop_formulas").counted
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    options: dict[str, Any] = {"chunk_size": 24, "loss_chunk_size": 16, "save": save}
+    planned = streamfx.plan(TINY, seq=64, dtype="float32", baselines=False, options=options).summary()["flops_by_kind"]
+    model = auto.from_config(configuration(TINY))
+    ids = torch.randint(1, 500, (1, 64))
+    loss = torch.compile(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, backend="streambp", options=options)
+    loss().backward()  # compiles
+    attention, linear = counted(lambda: loss().backward())
+    assert planned["streambp"] == {"linear": linear, "attention": attention}
 
 
 def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +133,8 @@ def test_any_model_on_the_meta_device() -> None:
 
 
 def prediction(length: int, peak: int) -> Prediction:
-    return Prediction(length, 1, peak, {"parameters": 1000, "stage inputs": peak - 1000}, 0, 0, [{}] * 9, [], None, {}, None)
+    terms = {"parameters": 1000, "stage inputs": peak - 1000}
+    return Prediction(length, 1, peak, terms, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
 
 
 def test_the_longest_length_was_traced_and_fits() -> None:

@@ -19,27 +19,34 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Way:
-    """A step by one way of running it; None where that cannot be told."""
+    """A step by one way of running it; `attention_flops` are those of the FLOPs that fused attention takes."""
 
     peak_bytes: int
     flops: int
     moved: int
+    attention_flops: int
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name."""
+    """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
+
+    `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which the forward half of each layer runs
+    twice from its first operator to its last; None where there are no layers.
+    """
 
     length: int
     batch: int
     peak_bytes: int
     peak_by_term: dict[str, int]
     flops: int
+    attention_flops: int
     moved: int
     stages: list[dict[str, Any]]
     choices: list[dict[str, Any]]
     budget: int | None
     ways: dict[str, Way]
+    layers_twice: tuple[int, int] | None
     stopped: str | None
 
 
@@ -60,18 +67,22 @@ def predict(
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
     notes = [one.notes for one in facts]
-    ways = {"no measure": explanation.baseline, "gradient checkpointing": explanation.call.checkpointed} if baselines else {}
+    ways = {"no measure": explanation.baseline} if baselines else {}
+    if explanation.call.checkpointed is not None:
+        ways["gradient checkpointing"] = explanation.visible(explanation.call.checkpointed)
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
         peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
         flops=int(summary["flops"]),
+        attention_flops=sum(cost.attention_flops for cost in costs),
         moved=sum(cost.moved for cost in costs),
         stages=list(summary["stages"]),
         choices=[item.as_dict() for note in notes for item in note.get("tried", ())],
         budget=next((note["budget"] for note in notes if "budget" in note), None),
-        ways={name: _way(cost, held, explanation) for name, cost in ways.items() if cost is not None},
+        ways={name: _way(cost, held) for name, cost in ways.items()},
+        layers_twice=_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],
     )
 
@@ -82,5 +93,11 @@ def held_by(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _way(cost: Cost, held: int, explanation: Explanation) -> Way:
-    return Way(held + cost.peak, explanation.visible_flops(cost), cost.moved)
+def _way(cost: Cost, held: int) -> Way:
+    return Way(held + cost.peak, cost.flops, cost.moved, cost.attention_flops)
+
+
+def _layers_twice(eager: Cost) -> tuple[int, int] | None:
+    if not eager.layer_flops:
+        return None
+    return eager.flops + eager.layer_flops, eager.attention_flops + eager.layer_attention

@@ -11,6 +11,9 @@ from streamfx.planner.devices import Device
 from streamfx.planner.predict import Prediction, Way
 from streamfx.report.text import in_bytes, in_flops, joint_name, unnumbered
 
+KINDS = {"linear": "products", "attention": "attention"}
+LAYERS_TWICE = "gradient checkpointing, whole layers"
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -29,7 +32,7 @@ class PlanReport:
         """All figures, in values that JSON knows; bytes count parameters, inputs and gradients, and no optimizer."""
         found = self.prediction
         other = {name: self._way(way) for name, way in found.ways.items()}
-        eager = found.ways.get("no measure")
+        twice = found.layers_twice
         return {
             "model": self.name,
             "length": found.length,
@@ -40,7 +43,8 @@ class PlanReport:
             "peak_bytes": found.peak_bytes,
             "peak_by_term": dict(found.peak_by_term),
             "flops": found.flops,
-            "baseline_flops": eager.flops if eager else None,
+            "baseline_flops": twice[0] if twice else None,
+            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
             "seconds": self.device.seconds(found.flops, found.moved),
             "device": self.device.name,
             "ways": other,
@@ -48,6 +52,13 @@ class PlanReport:
             "stages": found.stages,
             "stopped": found.stopped,
         }
+
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        """FLOPs, and those of attention, by way."""
+        found = self.prediction
+        counts = {"streambp": (found.flops, found.attention_flops)}
+        counts |= {name: (way.flops, way.attention_flops) for name, way in found.ways.items()}
+        return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
 
     def _way(self, way: Way) -> dict[str, Any]:
         seconds = self.device.seconds(way.flops, way.moved)
@@ -69,6 +80,7 @@ class PlanReport:
             yield f"             {in_bytes(size):>10}  {term}"
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
+        yield from self._shares(summary["flops_by_kind"])
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
         yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])
@@ -82,6 +94,21 @@ class PlanReport:
     def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
         rows = [("streambp", summary), *summary["ways"].items()]
         return [[name, in_bytes(row["peak_bytes"]), in_flops(row["flops"]), in_seconds(row["seconds"])] for name, row in rows]
+
+    def _shares(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
+        """What is computed, against checkpointing that runs the forward half of each layer twice."""
+        if LAYERS_TWICE in kinds:
+            own, other = kinds["streambp"], kinds[LAYERS_TWICE]
+            parts = [f"{in_flops(own[kind])} in {name} ({ratio(own[kind], other[kind])})" for kind, name in KINDS.items()]
+            yield f"  compute  {', '.join(parts)} of what it is if each layer's forward half runs twice"
+
+
+def by_kind(flops: int, attention: int) -> dict[str, int]:
+    return {"linear": flops - attention, "attention": attention}
+
+
+def ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.3f}" if whole else "-"
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

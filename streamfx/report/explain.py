@@ -100,19 +100,27 @@ class Explanation:
     def baseline(self) -> Cost:
         """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
         cost = self.call.eager or self._baseline_of_graphs()
-        return replace(cost, flops=self.visible_flops(cost))
+        return self.visible(cost)
 
-    def visible_flops(self, cost: Cost) -> int:
-        """FLOPs of the call by another way, without those on pairs that masks hide."""
+    def visible(self, cost: Cost) -> Cost:
+        """The cost of the call by another way, without FLOPs on pairs that masks hide."""
         shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
         hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
-        return cost.flops - hidden
+        in_layers = cost.layer_attention * hidden // cost.attention_flops if hidden else 0
+        return replace(
+            cost,
+            flops=cost.flops - hidden,
+            attention_flops=cost.attention_flops - hidden,
+            layer_flops=cost.layer_flops - in_layers,
+            layer_attention=cost.layer_attention - in_layers,
+        )
 
     def _baseline_of_graphs(self) -> Cost:
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
         peak = peak_of_calls(costs, [gradient_bytes(graph) for graph in self._called])
-        held, flops, masked = (sum(getattr(cost, name) for cost in costs) for name in ("held", "flops", "masked_flops"))
-        return Cost(peak, peak, held, flops, masked)
+        names = ("held", "flops", "masked_flops", "attention_flops")
+        held, flops, masked, attention = (sum(getattr(cost, name) for cost in costs) for name in names)
+        return Cost(peak, peak, held, flops, masked, attention_flops=attention)
 
 
 def _cost_with_backend(graph: TracedGraph) -> Cost:

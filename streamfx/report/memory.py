@@ -5,12 +5,12 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,9 +36,10 @@ class Cost:
     """What a step through one graph costs; bytes do not count parameters and inputs.
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
-    held: bytes that the forward half leaves: results and saved values. masked_flops: those of fused attention without a causal
-    flag, of which a mask may hide some. moved: bytes that operators read and write. forward_terms, backward_terms: the bytes of
-    both peaks, by what they are for (see `terms.py`).
+    held: bytes that the forward half leaves: results and saved values. attention_flops: those of fused attention, masked_flops:
+    of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
+    half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
+    backward_terms: the bytes of both peaks, by what they are for (see `terms.py`).
     """
 
     forward_peak: int
@@ -50,6 +51,9 @@ class Cost:
     moved: int = 0
     forward_terms: dict[str, int] = field(default_factory=dict)
     backward_terms: dict[str, int] = field(default_factory=dict)
+    attention_flops: int = 0
+    layer_flops: int = 0
+    layer_attention: int = 0
 
     @property
     def peak(self) -> int:
@@ -95,17 +99,21 @@ def cost_of(
                 moved=meter.moved,
                 forward_terms=_nonzero(forward_terms),
                 backward_terms=_nonzero(meter.peak_terms),
+                attention_flops=meter.attention_flops,
             )
         del outputs, gradients, inputs
     return cost
 
 
-def eager_cost_of(call: Callable[[], Any]) -> Cost:
+def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> Cost:
     """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
 
-    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`.
+    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`. The forward half of `layers` is
+    counted by itself, too.
     """
     meter = Meter()
+    for layer in layers:
+        layer.forward = meter.watched(layer.forward)
     with meter:
         outputs = call()
         forward_peak, held = meter.restart_peak(), meter.live
@@ -114,7 +122,17 @@ def eager_cost_of(call: Callable[[], Any]) -> Cost:
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         backward_peak = meter.peak if roots else 0
-        return Cost(forward_peak, backward_peak, held, meter.flops, meter.masked_flops, moved=meter.moved)
+        return Cost(
+            forward_peak,
+            backward_peak,
+            held,
+            meter.flops,
+            meter.masked_flops,
+            moved=meter.moved,
+            attention_flops=meter.attention_flops,
+            layer_flops=meter.watched_flops,
+            layer_attention=meter.watched_attention,
+        )
 
 
 def eager_cost_of_graph(module: fx.GraphModule) -> Cost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,16 +35,18 @@ class Rise:
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
-    `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `masked_flops` those of
-    fused attention without a causal flag, of which a mask may hide some; `moved` are the bytes that operators without FLOPs
-    read and write. Bytes are counted under the name that `term` has when they are made; `peak_terms` are those of the peak.
+    `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
+    of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
+    bytes that operators without FLOPs read and write. Bytes are counted under the name that `term` has when they are made;
+    `peak_terms` are those of the peak.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.masked_flops = self.moved = 0
+        self.live = self.peak = self.flops = self.attention_flops = self.masked_flops = self.moved = 0
+        self.watched_flops = self.watched_attention = 0
         self.term = "other"
         self.live_terms: Counter[str] = Counter()
         self.peak_terms: dict[str, int] = {}
@@ -88,6 +90,18 @@ class Meter(TorchDispatchMode):
         if before[0] >= self.peak:
             self.peak, self.peak_terms = before
 
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose FLOPs are counted in `watched_flops` as well, and those of attention in `watched_attention`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flops, attention = self.flops, self.attention_flops
+            out = function(*args, **kwargs)
+            self.watched_flops += self.flops - flops
+            self.watched_attention += self.attention_flops - attention
+            return out
+
+        return run
+
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
             inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
@@ -98,8 +112,9 @@ class Meter(TorchDispatchMode):
         self.flops += flops
         if not flops and not getattr(func, "is_view", False):
             self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
-        if is_fused_attention(func) and not arguments_by_name(func, args, kwargs).get("is_causal"):
-            self.masked_flops += flops
+        if is_fused_attention(func):
+            self.attention_flops += flops
+            self.masked_flops += 0 if arguments_by_name(func, args, kwargs).get("is_causal") else flops
 
     def _note_new(self, out: Any, arguments: Any, term: str) -> None:
         made = {key: storage for key, storage in _storages(out) if key not in self._sizes}

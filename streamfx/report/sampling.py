@@ -33,6 +33,7 @@ class LoopRun:
     rise: Rise
     flops: int
     moved: int
+    attention_flops: int
 
 
 class SampledLoop(Loop):
@@ -46,7 +47,7 @@ class SampledLoop(Loop):
         self.meter, self.terms, self.known = meter, terms, known
         self.flops = self.moved = self.rows = 0
         self._stretches: list[range] = []
-        self._costs: dict[int, tuple[int, int]] = {}
+        self._costs: dict[int, tuple[int, int, int]] = {}
         self._upcoming: Iterator[int] = iter(())
         self._is_known = False
         self._upcoming_terms: Iterator[str] = iter(())
@@ -72,14 +73,15 @@ class SampledLoop(Loop):
             self.meter.reached(self.known[key].rise)
             results = super().forward(*arguments)
         else:
-            flops, moved = self.meter.flops, self.meter.moved
+            before = self._work()
             with self.meter.rising() as rise:
                 results = super().forward(*arguments)
-            self.meter.flops, self.meter.moved = flops, moved
-            self.known[key] = LoopRun(rise, self._all(0), self._all(1))
+            self.meter.flops, self.meter.moved, self.meter.attention_flops = before
+            self.known[key] = LoopRun(rise, self._all(0), self._all(1), self._all(2))
         run = self.known[key]
         self.meter.flops += run.flops
         self.meter.moved += run.moved
+        self.meter.attention_flops += run.attention_flops
         self.flops, self.moved = self.flops + run.flops, self.moved + run.moved
         return results
 
@@ -88,11 +90,15 @@ class SampledLoop(Loop):
         return sum(total(stretch, costs) for stretch in self._stretches)
 
     def _metered(self, *feeds: Any) -> Sequence[Any]:
-        before = self.meter.flops, self.meter.moved
+        before = self._work()
         with self._named(self.terms.chunk):
             made: Sequence[Any] = self.spec.body(*feeds)
-        self._costs[next(self._upcoming)] = self.meter.flops - before[0], self.meter.moved - before[1]
+        flops, moved, attention = (now - then for now, then in zip(self._work(), before, strict=True))
+        self._costs[next(self._upcoming)] = flops, moved, attention
         return made
+
+    def _work(self) -> tuple[int, int, int]:
+        return self.meter.flops, self.meter.moved, self.meter.attention_flops
 
     # -- terms
 

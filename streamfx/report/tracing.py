@@ -88,9 +88,9 @@ def traced(
         _trace(call, model, args, kwargs, faker)
         if not baselines:
             return call
-        call.eager = _eager_cost(model, args, kwargs, faker, ())
-        if layers := layers_of(model):
-            call.checkpointed = _eager_cost(model, args, kwargs, faker, layers)
+        call.eager = _eager_cost(model, args, kwargs, faker, checkpointed=False)
+        if layers_of(model):
+            call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed=True)
     return call
 
 
@@ -120,17 +120,18 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def _eager_cost(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, layers: Sequence[nn.Module]
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, checkpointed: bool
 ) -> Cost | None:
-    """What the call costs in eager, with some layers checkpointed; None if its Python code asks for data that nobody has."""
+    """What the call costs in eager, with layers checkpointed or not; None if its Python code asks for data that nobody has."""
+    layers = layers_of(model)
     with untouched(model):
         faker.replace(modules_of(model), buffers=True)
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
-        for layer in layers:
+        for layer in layers if checkpointed else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             with RealIntegers():
-                return eager_cost_of(lambda: model(*args, **kwargs))
+                return eager_cost_of(lambda: model(*args, **kwargs), () if checkpointed else layers)
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None
