@@ -18,7 +18,7 @@ from streamfx.runtime import segments
 from streamfx.runtime.segments import Form
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
-from tests.support.hf import deep
+from tests.support.hf import LossOf, deep
 from tests.support.small import Causal, tokens
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
@@ -51,17 +51,6 @@ def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFi
     assert [len(own) for own in forms.values()] == [1] * len(forms)
     assert all(form.family.at is not None for own in forms.values() for form in own)
     assert not said(caplog)
-
-
-class LossOf(nn.Module):
-    """A model of which a training loop asks for nothing but the loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs).loss
 
 
 @pytest.mark.parametrize("length", [32, 29])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
+from streamfx.report.memory import cost_of
 from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
-from tests.support.hf import deep
+from tests.support.hf import LossOf, deep
 
 LAYERS = 5
 MODELS = [hf.qwen3_tied, hf.mistral]
@@ -52,3 +54,32 @@ def test_how_many_stages_run_again() -> None:
     saved = [len(facts[every].program.saved) for every in (1, 2, 3, 9)]
     assert saved == sorted(saved, reverse=True)
     assert saved[0] - saved[-1] == LAYERS - 1
+
+
+LEVELS = ("inputs", "attention", "projections", "products")
+
+
+@pytest.mark.parametrize("make", [hf.gemma2, hf.gpt_neox], ids=lambda make: make.__name__)
+def test_gradients_at_every_level(make: Callable[..., nn.Module]) -> None:
+    """Norms after products and attention spelled out; attention and MLP side by side, with biases."""
+    ids = torch.randint(1, hf.VOCABULARY, (2, 11))
+    report = compare(deep(make, 2), {"input_ids": ids, "labels": ids}, chunk_size=4, save="projections")
+    for save in ("attention", "products"):
+        compare_replayed(report.recorder, 3, TOLERANCE, {"save": save})
+
+
+def test_what_each_level_keeps() -> None:
+    """Values of the first layer, batch 1: each level keeps what the one before it keeps, and computes less again."""
+    ids = torch.randint(1, hf.VOCABULARY, (1, 12))
+    model = LossOf(deep(hf.qwen3, 2))
+    (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
+    facts = [recorded.facts_for(resolved({"save": save, "chunk_size": 6, "loss_chunk_size": 6})) for save in LEVELS]
+    kept = [{node.name: tuple(node.meta["val"].shape) for node in own.plan.kept[0]} for own in facts]
+    assert all(less.items() < more.items() for less, more in pairwise(kept))
+    shapes = [sorted(more[name] for name in more.keys() - less.keys()) for less, more in pairwise(kept)]
+    keys, queries, inner = hf.KEY_HEADS * hf.HEAD, hf.HEADS * hf.HEAD, hf.ROTARY["intermediate_size"]
+    assert shapes[0] == [(1, hf.HEADS, 12), (1, hf.HEADS, 12, hf.HEAD)]
+    assert shapes[1] == sorted([(12, keys), (12, keys), (12, queries), (1, 12, hf.WIDTH)])
+    assert shapes[2] == [(12, inner), (12, inner)]
+    costs = [cost_of(own.program.forward, own.program.backward, 1) for own in facts if own.program is not None]
+    assert all(less.flops > more.flops and less.held < more.held for less, more in pairwise(costs))

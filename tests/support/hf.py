@@ -152,3 +152,14 @@ def deep(make: Callable[..., nn.Module], layers: int) -> nn.Module:
         return make().double()
     finally:
         ROTARY["num_hidden_layers"] = before
+
+
+class LossOf(nn.Module):
+    """A model of which a training loop asks for nothing but the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs).loss
