@@ -27,12 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, names, known in (("benchmark", options.suites, SUITES), ("way", options.way, WAYS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"no {kind} is called {unknown[0]!r}; there are {'; '.join(known)}")
-    figures: dict[str, Any] = {}
-    if options.figures:
-        for file in options.figures:
-            figures |= json.loads(file.read_text())
-    else:
-        figures["machine"] = machine(options.device)
+    figures = merged(options.figures) if options.figures else {"machine": machine(options.device)}
     print(f"{figures['machine']}\n")
     for name in _names(options, figures):
         if not options.figures:
@@ -44,6 +39,15 @@ def main(arguments: list[str] | None = None) -> None:
         from benchmarks.chart import draw
 
         draw(figures, options.chart)
+
+
+def merged(files: list[Path]) -> dict[str, Any]:
+    """The figures of several runs: rows of one suite one after another."""
+    figures: dict[str, Any] = {}
+    for file in files:
+        for name, found in json.loads(file.read_text()).items():
+            figures[name] = [*figures.get(name, []), *found] if isinstance(found, list) else found
+    return figures
 
 
 def _parser() -> argparse.ArgumentParser:

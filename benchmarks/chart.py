@@ -22,6 +22,7 @@ OURS, OTHERS = "#c2410c", "#94a3b8"
 def draw(figures: dict[str, Any], file: Path) -> None:
     """Write what can be drawn of the figures; the name's ending (svg, png) is the format."""
     plot = _library()
+    plot.rcParams |= {"svg.hashsalt": "streamfx", "svg.fonttype": "none"}  # the same figures, the same file; text as text
     groups = [(title, rows, columns) for name, columns in PANELS.items() for title, rows in _groups(name, figures.get(name, []))]
     groups = [(title, drawn, columns) for title, rows, columns in groups if (drawn := [r for r in rows if columns[0] in r])]
     if not groups:
@@ -35,7 +36,6 @@ def draw(figures: dict[str, Any], file: Path) -> None:
             _bars(axes, rows, column)
             axes.set_title(f"{title}: {column}" if column != "T" else f"{title}", loc="left", fontsize=9)
         panels[1].set_yticklabels([])
-    plot.rcParams["svg.hashsalt"] = "streamfx"  # the same figures, the same file
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     plot.close(figure)
 

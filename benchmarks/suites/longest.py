@@ -19,7 +19,7 @@ def longest(settings: Settings) -> Rows:
     """
     quick = {**SMALL, "vocab_size": 4096}
     sizes = quick if settings.quick and not settings.sizes else settings.sizes
-    cap = (settings.cap or (48 if settings.quick else 320)) * MIB
+    cap = (settings.cap or (128 if settings.quick else 320)) * MIB
     rows: Rows = []
     for way in settings.chosen(WAYS[:3] if settings.quick else WAYS):
         search = _Search(settings, way, sizes, cap)

@@ -20,7 +20,8 @@ FULL = (
     "inductor, activation budget 0.5",
     "inductor, activation budget 0.1",
     "streambp",
-    "streambp, inductor bodies",
+    "streambp, eager bodies",
+    "streambp, attention kept",
     "streambp, everything fits",
 )
 
