@@ -267,16 +267,18 @@ def _mean_loss(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return None
 
 
-def _mean_loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """Only a mean reads the total weight: without it, no gradient has to wait until all labels are counted."""
     arguments = bound_arguments(node)
-    if arguments["reduction"] != MEAN:
+    names = ("grad_output", "self", "target", "weight", "reduction", "ignore_index", "total_weight")
+    gradient, scores, labels, weight, reduction, ignored, total = (arguments[name] for name in names)
+    if reduction != MEAN and fill_of(total) is not None:
         return None
-    names = ("grad_output", "self", "target", "weight", "ignore_index")
-    gradient, scores, labels, weight, ignored = (arguments[name] for name in names)
-    count = _label_count(labels, weight, ignored, writer)
-    scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
-    unused = writer.call(aten._to_copy.default, count, dtype=_dtype(scores))
-    return writer.call(node.target, scaled, scores, labels, weight, SUM, ignored, unused)
+    if reduction == MEAN:
+        count, reduction = _label_count(labels, weight, ignored, writer), SUM
+        gradient = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
+    unused = writer.call(aten.full.default, [], 0.0, dtype=_dtype(scores), device=_device(scores))
+    return writer.call(node.target, gradient, scores, labels, weight, reduction, ignored, unused)
 
 
 def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
@@ -332,7 +334,7 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.scatter_add.default: rows_of_matrix,
     **IDENTITIES,
     aten.nll_loss_forward.default: _mean_loss,
-    aten.nll_loss_backward.default: _mean_loss_backward,
+    aten.nll_loss_backward.default: _loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,
-    aten.nll_loss2d_backward.default: _mean_loss_backward,
+    aten.nll_loss2d_backward.default: _loss_backward,
 }
