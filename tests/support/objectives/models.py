@@ -14,23 +14,23 @@ from tests.support import hf
 Batch: TypeAlias = "dict[str, Tensor]"
 Objective: TypeAlias = "Callable[[Any, Batch], Tensor]"
 
-VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # as many classes that values of all rows are not made at once for being small
+VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # many classes: what is small is made at once for all rows
 IGNORED = -100
 SHIFTS = {"old_logps": 7.9, "reference_logps": 7.8, "advantages_per_token": 0.0, "old_values": 0.0}
 
 
-def decoder(seed: int, **more: Any) -> nn.Module:
-    return hf.made("llama", seed=seed, num_hidden_layers=1, vocab_size=VOCABULARY, **more)
+def decoder(seed: int, layers: int, **more: Any) -> nn.Module:
+    return hf.made("llama", seed=seed, num_hidden_layers=layers, vocab_size=VOCABULARY, **more)
 
 
 class Models(nn.Module):
     """A policy, and all that stands beside one: a frozen reference, a frozen teacher, heads for values and scores."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
-        self.policy = decoder(0)
-        self.reference = decoder(1).requires_grad_(False)
-        self.teacher = decoder(2, hidden_size=24).requires_grad_(False)
+        self.policy = decoder(0, layers)
+        self.reference = decoder(1, layers).requires_grad_(False)
+        self.teacher = decoder(2, layers, hidden_size=24).requires_grad_(False)
         self.value_head = nn.Linear(hf.WIDTH, 1).double()
         self.score_head = nn.Linear(hf.WIDTH, 3, bias=False).double()
 
@@ -52,9 +52,9 @@ class Models(nn.Module):
 class Step(nn.Module):
     """The whole step as one function: models and loss."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, layers: int = 1) -> None:
         super().__init__()
-        self.models, self.objective = Models(), objective
+        self.models, self.objective = Models(layers), objective
 
     def forward(self, **batch: Tensor) -> Tensor:
         return self.objective(self.models, batch)
