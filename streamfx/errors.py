@@ -78,3 +78,7 @@ class PlanError(StreamFXError, ValueError):
 
 class IntegrationError(StreamFXError, TypeError):
     """`streamfx.integrations.enable` was given something that it cannot compile in place."""
+
+
+class ModelError(StreamFXError, ValueError):
+    """The command line was given no model that it can make: neither a Hugging Face folder nor `package.module:factory`."""
