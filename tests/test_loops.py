@@ -1,4 +1,4 @@
-"""`streamfx.integrations.enable` in loops that people write themselves: adapters of PEFT, accelerate, Lightning Fabric, generation."""
+"""`streamfx.integrations.enable` in loops that people write themselves: PEFT, accelerate, Lightning Fabric, generation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_lightning_fabric() -> None:
 
 
 def test_generation_runs_as_it_was() -> None:
-    model = tiny.causal_model().eval()
+    model: Any = tiny.causal_model().eval()
     prompt = batch(length=5)["input_ids"]
     wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
     with enable(model) as done:
@@ -128,14 +128,20 @@ def test_training_keeps_no_cache_and_evaluation_may() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    model = tiny.causal_model()
+    model: Any = tiny.causal_model()
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    before = {name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks)) for name, module in model.named_modules()}
+    before = {
+        name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
     done = enable(model, chunk_size=5)
     assert copy.deepcopy(model)._compiled_call_impl is None
     model(**batch()).loss.backward()
-    after = {name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks)) for name, module in model.named_modules()}
+    after = {
+        name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
     done.disable()
     done.disable()
     assert before == after

@@ -15,7 +15,9 @@ COMMANDS = (explain, verify, plan, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES)
+    made = argparse.ArgumentParser(
+        prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES
+    )
     subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         command.add(subparsers).set_defaults(run=command.run)

@@ -27,7 +27,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
     parser.add_argument("--dtype", choices=[*TYPES, "float64"], default=dtype, help="type of parameters (default: %(default)s)")
     parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of a Hugging Face model")
-    parser.add_argument("--options", metavar="JSON", help='options of the backend, for example \'{"chunk_size": 1024}\'')
+    parser.add_argument("--options", metavar="JSON", help="options of the backend, for example '{\"chunk_size\": 1024}'")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
 
 

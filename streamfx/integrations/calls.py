@@ -1,7 +1,7 @@
 """One call of an enabled module: through the backend, or as it was.
 
-Training goes through the backend. So does evaluation: a forward pass in chunks is small, too. Generation does not: with a cache of
-keys and values and one token at a time there is nothing to save, and every length would be another shape.
+Training goes through the backend. So does evaluation: a forward pass in chunks is small, too. Generation does not: with a cache
+of keys and values and one token at a time there is nothing to save, and every length would be another shape.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def _models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
         return
     model = getattr(given, "model", None)
     if not isinstance(model, nn.Module):
-        raise IntegrationError(ASKED, found=_described(given), do="give the trainer after it was made, or the model itself")
+        raise IntegrationError(
+            ASKED, found=f"a {_described(given)}", do="give the trainer after it was made, or the model itself"
+        )
     _check_trainer(given)
     yield "model", model
     for name in BESIDE:
@@ -85,7 +87,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _target(name: str, model: nn.Module) -> Target:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", lambda: model)()
     if not _applies_head_itself(base):
         return Target(name, model, "the whole model, with its loss")
     backbone = getattr(base, "base_model", None)

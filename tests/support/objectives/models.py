@@ -26,6 +26,10 @@ def decoder(seed: int, layers: int, **more: Any) -> nn.Module:
 class Models(nn.Module):
     """A policy, and all that stands beside one: a frozen reference, a frozen teacher, heads for values and scores."""
 
+    policy: Any
+    reference: Any
+    teacher: Any
+
     def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.policy = decoder(0, layers)

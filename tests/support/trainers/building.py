@@ -1,4 +1,4 @@
-"""The trainers of transformers and TRL, each on its kind of data. `build(name, folder)` makes one; equal calls make equal ones."""
+"""The trainers of transformers and TRL, each on its kind of data. `build(name, folder)` makes one, always the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sft(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) ->
 def dpo(folder: Path, args: dict[str, Any], model: Any, data: Any, peft: Any) -> Any:
     from trl import DPOConfig, DPOTrainer
 
-    reference = {} if peft else {"ref_model": tiny.causal_model(1)}
+    reference: dict[str, Any] = {} if peft else {"ref_model": tiny.causal_model(1)}
     arguments = DPOConfig(**common(folder, **args))
     return DPOTrainer(
         model or tiny.causal_model(), args=arguments, train_dataset=data or tiny.pairs(), **reference, **_rest(peft)
@@ -90,7 +90,8 @@ def _saved(folder: Path, model: Any) -> Any:
         return model
     path = folder / "model"
     if not path.exists():
-        tiny.causal_model().save_pretrained(path)
+        made: Any = tiny.causal_model()
+        made.save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path)
 
 

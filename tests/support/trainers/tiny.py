@@ -103,10 +103,7 @@ def pairs(count: int = 8, words: int = 16) -> Any:
 
 def liked(count: int = 8, words: int = 16) -> Any:
     return _dataset(
-        [
-            {"prompt": sentence(6, i), "completion": " " + sentence(words, 100 + i), "label": i % 2 == 0}
-            for i in range(count)
-        ]
+        [{"prompt": sentence(6, i), "completion": " " + sentence(words, 100 + i), "label": i % 2 == 0} for i in range(count)]
     )
 
 
