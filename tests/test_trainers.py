@@ -79,8 +79,9 @@ def test_label_smoothing_of_transformers(tmp_path: Path) -> None:
     assert_same_training(lambda: build("transformers", tmp_path, label_smoothing_factor=0.1))
 
 
-def test_bfloat16(tmp_path: Path) -> None:
-    assert_same_training(lambda: build("transformers", tmp_path, bf16=True), tolerance=1e-2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str, tmp_path: Path) -> None:
+    assert_same_training(lambda: build("transformers", tmp_path, **{precision: True}), tolerance=1e-2)
 
 
 def test_resume_and_save(tmp_path: Path) -> None:
