@@ -1,4 +1,4 @@
-"""Large values that would wait for another model's layers are made after them; the order stays one in which all can be computed."""
+"""Large values that would wait for another model's layers are made after them, in an order in which all can be computed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import operator
 import random
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from streamfx.passes.sinking import sunk
+from tests.support import decoders, layouts
+from tests.support.exactness import compare
 
 
 class Drawn:
@@ -67,3 +70,28 @@ def test_any_order_can_be_computed() -> None:
         assert sorted(order, key=d.nodes.index) == d.nodes, seed
         place = {node: i for i, node in enumerate(order)}
         assert all(place[source] < place[node] for node in order for source in node.all_input_nodes), seed
+
+
+class EarlyExits(decoders.Plain):
+    """Every layer has its own logits, and the last layer's teach the others; one layer adds a loss of its own."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, exits, loss = self.embed(ids), [], torch.zeros((), dtype=torch.float64)
+        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
+            x = x + attend(self.norms[2 * i](x))
+            x = x + mlp(self.norms[2 * i + 1](x))
+            exits.append(self.head(self.norms[-1](x)).log_softmax(-1))
+            loss = loss + 0.1 * x.square().mean()
+        *students, teacher = exits
+        for student in students:
+            loss = loss + F.kl_div(student, teacher.detach(), log_target=True, reduction="batchmean")
+        return loss + F.nll_loss(teacher.flatten(0, 1), labels.flatten())
+
+
+def test_early_exits() -> None:
+    ids = layouts.tokens(decoders.VOCABULARY, 2, 13)
+    model = decoders.made(lambda: EarlyExits(3))
+    report = compare(model, {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16), attention={"causal"})
+    (facts,) = report.facts
+    wide = [node for stage in facts.stages.stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape]
+    assert not wide, "logits of an early layer wait for the last one"

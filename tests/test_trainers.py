@@ -133,11 +133,12 @@ def test_trl(name: str, tmp_path: Path) -> None:
         assert done.calls["ref_model.model"].compiled
 
 
-LONG = {"completion only", "smoothed", "ipo", "two passes"}
+LONG = {"completion only", "smoothed", "ipo", "two passes", "old name"}
 VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "packing": ("sft", None, {"packing": True, "max_length": 48}),
     "completion only": ("sft", tiny.prompts_and_completions, {"completion_only_loss": True}),
     "assistant only": ("sft", tiny.conversations, {"assistant_only_loss": True}),
+    "old name": ("sft", None, {"loss_type": "chunked_nll"}),
     "smoothed": ("sft", None, {"label_smoothing_factor": 0.1}),
     "checkpointing": ("dpo", None, {"gradient_checkpointing": True}),
     "ipo": ("dpo", None, {"loss_type": ["ipo"]}),

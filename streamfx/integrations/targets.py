@@ -17,7 +17,8 @@ from streamfx.torch_private import is_compiled
 
 ASKED = "streamfx.integrations.enable takes a module, or a trainer that has one"
 BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
-WRAPPED = ("_forward_module", "module")  # where Fabric's and the distributed wrappers keep the model
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
 OWN_HEAD = "fused_lm_head"
 
 
@@ -79,11 +80,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             found="the result of torch.compile(module)",
             do="give the module itself: compiled by a wrapper, it would also be saved with other keys",
         )
-    for name in WRAPPED if type(model).forward is not nn.Module.forward else ():
-        inner = model._modules.get(name)
-        if inner is not None and len(list(model.children())) <= 2 and not any(True for _ in model.parameters(recurse=False)):
-            return _unwrapped(inner)
-    return model
+    if isinstance(model, PARALLEL):
+        return _unwrapped(model.module)
+    inner = model._modules.get(FABRIC)
+    return model if inner is None else _unwrapped(inner)
 
 
 def _target(name: str, model: nn.Module) -> Target:
