@@ -10,7 +10,7 @@ tokens becomes a sum divided by a count, so that it can be taken chunk by chunk.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -29,6 +29,7 @@ from streamfx.passes.fused import unify_attention
 from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.identities import IDENTITIES
 from streamfx.passes.linear import is_random
+from streamfx.passes.one_of_each import one_of_each, put_into_each
 from streamfx.passes.permutations import undo_orders
 from streamfx.passes.row_numbers import rows_of_matrix
 from streamfx.passes.rules.loss import MEAN, SUM
@@ -267,16 +268,25 @@ def _mean_loss(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return None
 
 
-def _mean_loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def _loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     arguments = bound_arguments(node)
-    if arguments["reduction"] != MEAN:
-        return None
     names = ("grad_output", "self", "target", "weight", "ignore_index")
     gradient, scores, labels, weight, ignored = (arguments[name] for name in names)
+    if arguments["reduction"] != MEAN:
+        return _without_total(node, arguments, writer)
     count = _label_count(labels, weight, ignored, writer)
     scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
     unused = writer.call(aten._to_copy.default, count, dtype=_dtype(scores))
     return writer.call(node.target, scaled, scores, labels, weight, SUM, ignored, unused)
+
+
+def _without_total(node: fx.Node, arguments: Mapping[str, Any], writer: GraphWriter) -> fx.Node | None:
+    """Only the gradient of a mean reads the total weight: no other has to wait until all labels are counted."""
+    total: fx.Node = arguments["total_weight"]
+    if total.target is not operator.getitem:
+        return None
+    unused = writer.call(aten.full.default, [], 0.0, dtype=_dtype(total), device=_device(total))
+    return writer.call(node.target, *(unused if name == "total_weight" else value for name, value in arguments.items()))
 
 
 def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
@@ -327,12 +337,14 @@ SIMPLIFIERS: dict[Any, Simplifier] = {
     aten.slice_scatter.default: _written_over_filler,
     aten.new_empty.default: _filler(0),
     aten.gather.default: rows_of_matrix,
+    aten.index.Tensor: one_of_each,
+    aten.index_put.default: put_into_each,
     aten.unfold.default: windows,
     aten.unfold_backward.default: windows_backward,
     aten.scatter_add.default: rows_of_matrix,
     **IDENTITIES,
     aten.nll_loss_forward.default: _mean_loss,
-    aten.nll_loss_backward.default: _mean_loss_backward,
+    aten.nll_loss_backward.default: _loss_backward,
     aten.nll_loss2d_forward.default: _mean_loss,
-    aten.nll_loss2d_backward.default: _mean_loss_backward,
+    aten.nll_loss2d_backward.default: _loss_backward,
 }

@@ -25,6 +25,7 @@ from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.linear import is_expensive
 from streamfx.passes.naming import stage_names
+from streamfx.passes.sinking import sunk
 
 UNCUTTABLE = 1 << 60
 
@@ -44,6 +45,8 @@ class _Cutter:
         joint = facts.joint
         self.forward = [node for node in joint.nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
+        self.position = {node: i for i, node in enumerate(self.forward)}
+        self.forward = sunk(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
@@ -146,9 +149,14 @@ class _Cutter:
             return UNCUTTABLE
         if form is not Form.ROWS or is_stored:
             return 0 if form is not Form.ROWS else 1
-        return max(1, numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))) * (
-            node.meta["val"].element_size()
-        )
+        return max(1, self.bytes_of_rows(node))
+
+    def bytes_of_rows(self, node: fx.Node) -> int:
+        """Bytes of a value that is made chunk by chunk, all its rows together; 0 for others."""
+        if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not Form.ROWS:
+            return 0
+        elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
+        return elements * int(node.meta["val"].element_size())
 
     def crossing_forward(self, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Streamed values of a stage that later stages or the caller use."""

@@ -2,6 +2,7 @@
 
 from streamfx.backend import streambp
 from streamfx.errors import (
+    IntegrationError,
     NotComparable,
     NotStreamed,
     NotTraced,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "IntegrationError",
     "NotComparable",
     "NotStreamed",
     "NotTraced",

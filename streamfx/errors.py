@@ -74,3 +74,11 @@ class OverBudget(StreamFXError, MemoryError):
 
 class PlanError(StreamFXError, ValueError):
     """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option."""
+
+
+class IntegrationError(StreamFXError, TypeError):
+    """`streamfx.integrations.enable` was given something that it cannot compile in place."""
+
+
+class ModelError(StreamFXError, ValueError):
+    """The command line was given no model that it can make: neither a Hugging Face folder nor `package.module:factory`."""

@@ -301,6 +301,11 @@ def is_compiled(model: Any) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
+def isolated() -> dict[str, Any]:
+    """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
@@ -335,10 +340,9 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
-    isolated = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
-            yield {"isolate_recompiles": True} if isolated else {}
+            yield isolated()
     finally:
         learned.clear()
         learned.update(before)

@@ -6,14 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from streamfx.cli import plan
+from streamfx.cli import doctor, explain, plan, verify
+from streamfx.cli.codes import REFUSED, Answer
 from streamfx.errors import StreamFXError
 
-COMMANDS = (plan,)
+CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no"
+COMMANDS = (explain, verify, plan, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="streamfx", description="Train decoders on long sequences: look before you run.")
+    made = argparse.ArgumentParser(
+        prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES
+    )
     subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         command.add(subparsers).set_defaults(run=command.run)
@@ -21,11 +25,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; refusals go to standard error, without a traceback."""
+    """Run a subcommand; refusals go to standard error, without a traceback. Exit codes: `codes.py`."""
     given = parser().parse_args(arguments)
     try:
-        print(given.run(given))
+        answer = given.run(given)
     except StreamFXError as error:
         print(error, file=sys.stderr)
-        return 1
-    return 0
+        return REFUSED
+    text, code = answer if isinstance(answer, Answer) else (answer, 0)
+    print(text)
+    return code

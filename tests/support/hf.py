@@ -28,7 +28,7 @@ ROTARY = {
 def llama(**more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**ROTARY, **more))
+    return LlamaForCausalLM(LlamaConfig(**{**ROTARY, **more}))
 
 
 def qwen3(tied: bool = False, **more: Any) -> nn.Module:

@@ -1,0 +1,121 @@
+"""`streamfx doctor`: does it work on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.cli.codes import NOT_SO, Answer
+from streamfx.report.verify import verify
+from streamfx.runtime.kernels import KERNELS
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")
+GROUP = "torch_dynamo_backends"
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="versions, device, kernels, entry point, and a self-test of a second",
+        description="Looks at the installation, and trains one step of a small decoder with and without the backend.",
+    )
+    parser.add_argument("--json", action="store_true", help="print all findings as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """The text to print, and the exit code."""
+    found = findings()
+    healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
+    text = json.dumps(found, indent=2) if arguments.json else _text(found, healthy)
+    return Answer(text, 0 if healthy else NOT_SO)
+
+
+def findings() -> dict[str, Any]:
+    """What is installed, what can be used, and whether it works."""
+    return {
+        "streamfx": streamfx.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": _device(),
+        "fused_attention": sorted(KERNELS),
+        "entry_point": _entry_point(),
+        "optimize_ddp": bool(torch._dynamo.config.optimize_ddp),
+        "self_test": self_test(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _entry_point() -> str:
+    found = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
+    if not found:
+        return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
+    return "found" if found[0].load() is streamfx.streambp else f"another package's: {found[0].value}"
+
+
+class Small(nn.Module):
+    """A decoder of one layer, in float64."""
+
+    def __init__(self, width: int = 16, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def self_test() -> dict[str, Any]:
+    """One step of a small decoder, beside eager."""
+    start = time.perf_counter()
+    try:
+        torch.manual_seed(0)
+        report = verify(Small(), torch.randint(0, 50, (2, 40)), options={"chunk_size": 16, "strict": True})
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
+    return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
+
+
+def _text(found: dict[str, Any], healthy: bool) -> str:
+    installed = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
+    test = found["self_test"]
+    outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
+    lines = {
+        "streamfx": f"{found['streamfx']}, Python {found['python']}",
+        "packages": installed,
+        "device": found["device"],
+        "fused attention": f"streams on {', '.join(found['fused_attention'])}",
+        "entry point": found["entry_point"],
+        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if found["optimize_ddp"] else "ready",
+        "self-test": f"{'passed' if test['ok'] else 'FAILED'} in {test['seconds']:.1f} s, {outcome}",
+    }
+    verdict = "streamfx works here" if healthy else "something is wrong: see above"
+    return "\n".join([*(f"{name:<16}{text}" for name, text in lines.items()), verdict])

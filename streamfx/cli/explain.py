@@ -1,0 +1,33 @@
+"""`streamfx explain`: what streams, what does not and why, memory and FLOPs, without running the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from streamfx.cli.codes import NOT_SO, Answer
+from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
+from streamfx.report.explain import explain
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="what of a model streams, what does not and why; nothing is run",
+        description="Traces one training step on the meta device and reports what the backend makes of it.",
+    )
+    add_model_arguments(parser, seq=4096, dtype="bfloat16")
+    parser.add_argument("--strict", action="store_true", help=f"exit code {NOT_SO} if anything runs whole")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """The text to print, and the exit code."""
+    model, args, kwargs = model_and_inputs(arguments, "meta")
+    report = explain(model, *args, options=options_of(arguments), **kwargs)
+    summary = report.summary()
+    runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
+    text = json.dumps(summary, indent=2) if arguments.json else str(report)
+    return Answer(text, NOT_SO if arguments.strict and runs_whole else 0)

@@ -1,0 +1,43 @@
+"""`streamfx verify`: one step in eager and through the backend, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from streamfx.cli.codes import NOT_SO, Answer
+from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
+from streamfx.report.verify import Verification, verify
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    """The arguments of the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        help="loss and gradients beside eager's; runs the model twice, here",
+        description="Runs one training step in eager and through the backend, and compares loss and gradients.",
+    )
+    add_model_arguments(parser, seq=256, dtype="float32")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """The text to print, and the exit code."""
+    model, args, kwargs = model_and_inputs(arguments, "cpu")
+    report = verify(model, *args, options=options_of(arguments), **kwargs)
+    return Answer(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
+
+
+def summary(report: Verification) -> dict[str, Any]:
+    """All figures, in values that JSON knows."""
+    return {
+        "ok": report.ok,
+        "max_error": report.max_error,
+        "tolerance": report.tolerance,
+        "precision": str(report.precision).removeprefix("torch."),
+        "loss": report.loss,
+        "streamed_loss": report.streamed_loss,
+        "loss_error": report.loss_error,
+        "errors": report.errors,
+    }

@@ -1,0 +1,80 @@
+"""One call of an enabled module: through the backend, or as it was.
+
+Training goes through the backend. So does evaluation: a forward pass in chunks is small, too. Generation does not: with a cache
+of keys and values and one token at a time there is nothing to save, and every length would be another shape.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamfx.backend import streambp
+from streamfx.torch_private import isolated
+
+CACHES = ("past_key_values", "cache_params")
+HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it
+
+
+class Calls:
+    """Stands in for a module's `__call__`; counts what it does."""
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        self.module, self.compiled, self.plain = module, 0, 0
+        keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
+        self._whole = torch.compile(module._call_impl, backend=streambp, **keywords)
+        self._without_cache = torch.compile(_without_cache(module._call_impl), backend=streambp, **keywords)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or generates(kwargs):
+            self.plain += 1
+            return self.module._call_impl(*args, **kwargs)
+        self.compiled += 1
+        keeps_cache = not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
+        with without_checkpointing(self.module):
+            return (self._whole if keeps_cache else self._without_cache)(*args, **kwargs)
+
+
+def generates(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call is a step of generation: without gradients, and with a cache asked for or given."""
+    cached = bool(arguments.get("use_cache")) or any(arguments.get(name) is not None for name in CACHES)
+    return cached and not torch.is_grad_enabled()
+
+
+def _without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves keys and values out of what a model returns in training, which nobody reads: every layer's would be kept."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        if isinstance(output, OrderedDict) and any(name in output for name in CACHES):
+            return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
+        return output
+
+    return call
+
+
+@contextmanager
+def without_checkpointing(module: nn.Module) -> Iterator[None]:
+    """Switches a model's own checkpointing off: the backend makes activations again by itself, and would not do it twice."""
+    modules = [part for part in module.modules() if part.__dict__.get("gradient_checkpointing")]
+    hooks = [(part._forward_hooks, key, hook) for part in module.modules() if modules for key, hook in _own_hooks(part)]
+    for part in modules:
+        part.gradient_checkpointing = False  # type: ignore[assignment]
+    for place, key, _ in hooks:
+        del place[key]
+    try:
+        yield
+    finally:
+        for part in modules:
+            part.gradient_checkpointing = True  # type: ignore[assignment]
+        for place, key, hook in hooks:
+            place[key] = hook
+
+
+def _own_hooks(module: nn.Module) -> list[tuple[int, Any]]:
+    return [(key, hook) for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) == HOOK]

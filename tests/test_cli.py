@@ -1,0 +1,115 @@
+"""The commands `explain`, `verify` and `doctor`: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamfx.cli import main
+
+pytest.importorskip("transformers")
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(x).square().mean()
+
+
+class Sorted(Mean):
+    def forward(self, x):
+        return self.head(torch.sort(x, dim=1).values).square().mean()
+
+
+def made():
+    return Mean(), (torch.randn(2, 32, 8),)
+
+
+def by_name():
+    return Mean(), {"x": torch.randn(2, 32, 8)}
+
+
+def alone():
+    return Mean()
+
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder, and a module of factories in the working directory."""
+    values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes = {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
+    (tmp_path / "factories_of_a_user.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(folder), "--seq", "64", "--options", '{"chunk_size": 16}', "--strict"]) == 0
+    assert "every stage streams" in capsys.readouterr().out
+    assert main(["explain", "factories_of_a_user:made", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["graphs"] == 1
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder), "--seq", "32", "--dtype", "float64", "--options", '{"chunk_size": 8}', "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["max_error"] < 1e-12
+    assert main(["verify", "factories_of_a_user:by_name"]) == 0
+    assert "the same as eager" in capsys.readouterr().out
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["entry_point"] == "found"
+    assert found["self_test"]["ok"] and found["self_test"]["max_error"] < 1e-12
+    assert main(["doctor"]) == 0
+    assert "streamfx works here" in capsys.readouterr().out
+
+
+def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": False, "error": "broken", "seconds": 0.0})
+    assert main(["doctor"]) == 3
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "no/such/folder"], "there is no configuration"),
+        (["explain", "factories_of_a_user:missing"], "there is no 'factories_of_a_user:missing'"),
+        (["verify", "no_such_module:made"], "No module named"),
+        (["verify", "factories_of_a_user:alone"], "without arguments"),
+        (["verify", "factories_of_a_user:nothing"], "a function that returns a model"),
+        (["explain", ".", "--options", "{"], "--options must be JSON"),
+        (["explain", ".", "--options", '{"chunks": 3}'], "did you mean"),
+        (["explain", ".", "--seq", "1"], "--seq is 2 or more"),
+    ],
+)
+def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err and not shown.out
+    assert "Traceback" not in shown.err
+
+
+def test_wrong_usage() -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["explain"])
+    assert error.value.code == 2

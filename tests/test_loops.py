@@ -1,0 +1,155 @@
+"""`streamfx.integrations.enable` in loops that people write themselves: PEFT, accelerate, Lightning Fabric, generation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from streamfx.integrations import enable
+from tests.support.trainers import tiny
+
+LENGTH = 19
+
+
+@pytest.fixture
+def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PEFT, where an old torchao beside it is not looked at."""
+    module = pytest.importorskip("peft")
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)
+    return module
+
+
+def batch(seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(8, 60, (2, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model: nn.Module, call: Callable[..., Any]) -> dict[str, Tensor]:
+    model.zero_grad()
+    output = call(**batch())
+    output.loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": output.loss.detach(), **found}
+
+
+def assert_close(actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert actual.keys() == wanted.keys()
+    scale = sum(float(value.square().sum()) for value in wanted.values()) ** 0.5
+    for name, value in wanted.items():
+        assert float((actual[name] - value).norm()) <= tolerance * max(float(value.norm()), 1e-3 * scale), name
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "lora": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
+    "rslora": lambda peft: peft.LoraConfig(r=4, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"),
+    "dora": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True, task_type="CAUSAL_LM"),
+    "ia3": lambda peft: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "prompt": lambda peft: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), [*((kind, False) for kind in KINDS), ("lora", True)])
+def test_adapters(kind: str, checkpointing: bool, peft: Any) -> None:
+    model = peft.get_peft_model(tiny.causal_model(), KINDS[kind](peft)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    keys = list(model.state_dict())
+    truth = gradients(model, model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    with enable(model, chunk_size=5) as done:
+        assert_close(gradients(model, model), truth)
+        assert list(model.state_dict()) == keys
+    assert done.calls["model"].compiled == 1
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain = tiny.causal_model().double()
+    model = copy.deepcopy(plain)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    other = torch.optim.SGD(plain.parameters(), 0.1)
+    with enable(prepared, chunk_size=5):
+        for step in range(3):
+            for own, by, backward in ((prepared, optimizer, accelerator.backward), (plain, other, Tensor.backward)):
+                backward(own(**batch(step)).loss)
+                by.step()
+                by.zero_grad()
+    assert_close(dict(accelerator.unwrap_model(prepared).state_dict()), dict(plain.state_dict()))
+
+
+def test_lightning_fabric() -> None:
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
+    plain = tiny.causal_model().double()
+    model = copy.deepcopy(plain)
+    prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    other = torch.optim.SGD(plain.parameters(), 0.1)
+    with enable(prepared, chunk_size=5) as done:
+        for step in range(3):
+            for own, by, backward in ((prepared, optimizer, fabric.backward), (plain, other, Tensor.backward)):
+                backward(own(**batch(step)).loss)
+                by.step()
+                by.zero_grad()
+        assert list(prepared.state_dict()) == list(plain.state_dict())
+    assert done.calls["model"].compiled == 3
+    assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_generation_runs_as_it_was() -> None:
+    model: Any = tiny.causal_model().eval()
+    prompt = batch(length=5)["input_ids"]
+    wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    with enable(model) as done:
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert done.calls["model"].compiled == 0
+
+
+def test_training_keeps_no_cache_and_evaluation_may() -> None:
+    """`use_cache` is on by default: in training nobody reads the keys and values of every layer."""
+    model = tiny.causal_model()
+    with enable(model, chunk_size=5):
+        assert model(**batch()).get("past_key_values") is None
+        with torch.no_grad():
+            assert model(**batch()).past_key_values is not None
+        assert model(**batch(), use_cache=True).past_key_values is not None
+
+
+def test_nothing_is_left_behind() -> None:
+    model: Any = tiny.causal_model()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    before = {
+        name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+    done = enable(model, chunk_size=5)
+    assert copy.deepcopy(model)._compiled_call_impl is None
+    model(**batch()).loss.backward()
+    after = {
+        name: (module.__dict__.get("gradient_checkpointing"), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+    done.disable()
+    done.disable()
+    assert before == after
+    assert model._compiled_call_impl is None
+    assert "off" in str(done)
+
+
+def test_wrapped_modules() -> None:
+    model = tiny.causal_model()
+    with enable(torch.nn.DataParallel(model)) as done:
+        assert done.targets[0].module is model

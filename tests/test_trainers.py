@@ -1,0 +1,191 @@
+"""Real trainers with `streamfx.integrations.enable`: the same losses, metrics and final weights as without it (float32, 1e-5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+
+from streamfx import IntegrationError
+from streamfx.integrations import enable
+from tests.support.trainers import tiny
+from tests.support.trainers.building import build
+from tests.support.trainers.running import (
+    assert_same_history,
+    assert_same_training,
+    assert_same_weights,
+    enabled,
+    history,
+    weights,
+)
+
+TRL = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No network, no progress bars, caches of data sets in the test's own folder."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")
+    import datasets
+
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PEFT, where an old torchao beside it is not looked at."""
+    module = pytest.importorskip("peft")
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)
+    return module
+
+
+def lora(peft: Any, **more: Any) -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, **more)
+
+
+# -- transformers
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """With evaluation, metrics from logits, accumulation (`num_items_in_batch`) and the model's own checkpointing asked for."""
+
+    def accuracy(given: Any) -> dict[str, float]:
+        return {"accuracy": float((given.predictions[:, :-1] == given.label_ids[:, 1:]).mean())}
+
+    trainer, done = assert_same_training(
+        lambda: build(
+            "transformers",
+            tmp_path,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            eval_strategy="steps",
+            eval_steps=1,
+            compute_metrics=accuracy,
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        )
+    )
+    assert any("eval_accuracy" in entry for entry in trainer.state.log_history)
+    assert "the whole model" in str(done)
+
+
+def test_label_smoothing_of_transformers(tmp_path: Path) -> None:
+    assert_same_training(lambda: build("transformers", tmp_path, label_smoothing_factor=0.1))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str, tmp_path: Path) -> None:
+    assert_same_training(lambda: build("transformers", tmp_path, **{precision: True}), tolerance=1e-2)
+
+
+def test_resume_and_save(tmp_path: Path) -> None:
+    """Two steps, a checkpoint, two more: the same weights as four steps without the backend; files as they always were."""
+    plain = build("transformers", tmp_path / "plain", max_steps=4)
+    plain.train()
+    first = build("transformers", tmp_path / "streamed", max_steps=2, save_strategy="steps", save_steps=2)
+    with enabled(first):
+        first.train()
+    second = build("transformers", tmp_path / "streamed", max_steps=4)
+    with enabled(second):
+        second.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-2"))
+        second.save_model(str(tmp_path / "saved"))
+    assert_same_history(history(second)[:-1], history(plain)[:-1], 1e-5)  # the last line is a mean over the steps of one run
+    loaded = type(plain.model).from_pretrained(tmp_path / "saved")
+    assert_same_weights(weights(loaded), weights(plain.model), 1e-5)
+
+
+def test_lengths_that_always_change(tmp_path: Path) -> None:
+    """Training and evaluation on ever other lengths: two graphs each, one for the first length and one for all others."""
+    data = tiny.texts(words=9)
+    for number, words in enumerate((14, 11, 23, 17, 12)):
+        rows = [{"text": tiny.sentence(words, 10 * number + i)} for i in range(2)]
+        data = tiny.joined(data, rows)
+    compiled: list[Any] = []
+    torch._dynamo.reset()
+    trainer = build("transformers", tmp_path, model=tiny.causal_model(num_hidden_layers=1), data=data, max_steps=9)
+    with enable(trainer, chunk_size=7):
+        counter = torch._dynamo.utils.counters
+        counter.clear()
+        trainer.train()
+        compiled.append(counter["stats"]["unique_graphs"])
+        trainer.evaluate(trainer.train_dataset)
+        compiled.append(counter["stats"]["unique_graphs"])
+    assert compiled == [2, 4]
+
+
+# -- TRL
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    _, done = assert_same_training(lambda: build(name, tmp_path))
+    assert ("the backbone" in str(done)) == (name != "reward")
+    if name in ("grpo", "rloo"):  # generation has run as it was
+        assert done.calls["model.model"].plain >= 2 * 8
+    if name in ("dpo", "grpo"):
+        assert done.calls["ref_model.model"].compiled
+
+
+LONG = {"completion only", "smoothed", "ipo", "two passes", "old name"}
+VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "packing": ("sft", None, {"packing": True, "max_length": 48}),
+    "completion only": ("sft", tiny.prompts_and_completions, {"completion_only_loss": True}),
+    "assistant only": ("sft", tiny.conversations, {"assistant_only_loss": True}),
+    "old name": ("sft", None, {"loss_type": "chunked_nll"}),
+    "smoothed": ("sft", None, {"label_smoothing_factor": 0.1}),
+    "checkpointing": ("dpo", None, {"gradient_checkpointing": True}),
+    "ipo": ("dpo", None, {"loss_type": ["ipo"]}),
+    "sequences": ("grpo", None, {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+    "two passes": ("grpo", None, {"num_iterations": 2, "max_steps": 4}),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in VARIANTS])
+def test_variants_of_trl(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    kind, data, arguments = VARIANTS[name]
+    assert_same_training(lambda: build(kind, tmp_path, data=data and data(), **arguments))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("sft", marks=pytest.mark.long), "dpo", pytest.param("grpo", marks=pytest.mark.long)]
+)
+def test_trl_with_lora(name: str, tmp_path: Path, peft: Any) -> None:
+    pytest.importorskip("trl")
+    _, done = assert_same_training(lambda: build(name, tmp_path, peft=lora(peft), gradient_checkpointing=True))
+    assert list(done.calls) == ["model.base_model.model.model"]
+
+
+# -- refusals
+
+
+def test_the_official_way_is_closed(tmp_path: Path) -> None:
+    """accelerate lists the backends that it knows: docs/trainers.md says what to do."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    with pytest.raises(ValueError, match="STREAMBP"):
+        build("transformers", tmp_path, torch_compile_backend="streambp")
+    with pytest.raises(ValueError, match="STREAMBP"):
+        TorchDynamoPlugin(backend="streambp")
+
+
+def test_refusals(tmp_path: Path) -> None:
+    trainer = build("transformers", tmp_path)
+    with enable(trainer, chunk_size=8), pytest.raises(IntegrationError, match="compiled already"):
+        enable(trainer)
+    with pytest.raises(IntegrationError, match="was told to do so"):
+        enable(build("transformers", tmp_path, torch_compile_backend="eager"))
+    with pytest.raises(IntegrationError, match="in place"):
+        enable(torch.compile(tiny.causal_model()))
+    with pytest.raises(IntegrationError, match="a str without"):
+        enable("model")
+    with pytest.raises(ValueError, match="did you mean 'chunk_size'"):
+        enable(trainer, chunksize=8)
+    assert trainer.model._compiled_call_impl is None
