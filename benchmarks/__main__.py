@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, names, known in (("benchmark", options.suites, SUITES), ("way", options.way, WAYS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"no {kind} is called {unknown[0]!r}; there are {'; '.join(known)}")
-    figures = merged(options.figures) if options.figures else {"machine": machine(options.device)}
+    figures: dict[str, Any] = merged(options.figures) if options.figures else {"machine": machine(options.device)}
     print(f"{figures['machine']}\n")
     for name in _names(options, figures):
         if not options.figures:
