@@ -150,6 +150,8 @@ def _options(decoder: Decoder) -> str:
         "loss_chunk_size": decoder.loss_chunk_size,
         "also": (decoder.also,),
         "save": decoder.save,
+        "keep_every": decoder.keep_every,
+        "offload": decoder.offload,
         "accumulate": decoder.accumulate,
         "outputs": "lazy" if decoder.lazy else "dense",
     }
