@@ -154,6 +154,30 @@ def test_the_longest_length_was_traced_and_fits() -> None:
     assert traced[-1][1] == 3
 
 
+@pytest.mark.parametrize("first", [10_000, 150_000])
+def test_a_first_length_that_fits_only_with_fewer_boundaries(first: int) -> None:
+    """What did not fit with all boundaries kept is no bound for what fits with a third of them."""
+
+    def predict(length: int, options: Any) -> Prediction:
+        return prediction(length, 1000 + 3 * length // (2 if options["keep_every"] > 1 else 1))
+
+    best = longest(predict, 400_000, {}, first)
+    assert best is not None and 260_000 < best.length <= 266_000
+
+
+def test_an_objective_has_a_reference() -> None:
+    """Which takes memory of its own unless it is the policy without its adapters."""
+    sft, dpo, adapted = (
+        streamfx.plan(TINY, seq=256, objective=name, lora_rank=rank, baselines=False).summary()
+        for name, rank in (("sft", None), ("dpo", None), ("dpo", 4))
+    )
+    assert dpo["peak_by_term"]["parameters"] == 2 * sft["peak_by_term"]["parameters"] > adapted["peak_by_term"]["parameters"]
+    assert dpo["flops"] > 2.5 * sft["flops"]
+    assert not any(reason for stage in dpo["stages"] for reason in stage["reasons"])
+    with pytest.raises(streamfx.PlanError, match="sft, dpo, grpo"):
+        streamfx.plan(TINY, objective="ppo")
+
+
 def test_no_length_may_fit() -> None:
     assert longest(lambda length, options: prediction(length, 10**9), 1000, {}) is None
 

@@ -32,6 +32,7 @@ def longest(predict: Predict, budget: int, options: Mapping[str, Any], first: in
     if "keep_every" not in options:
         given["keep_every"] = fewest_bytes(len(found.stages))
         terms[STAGE_INPUTS] = int(terms.get(STAGE_INPUTS, 0) * kept_share(given["keep_every"], len(found.stages)))
+        failed = None  # with more kept
     if "chunk_size" not in options and terms.get(CHUNK, 0) + terms.get(LOSS, 0) > LARGE_WORK * budget:
         given.update(chunk_size=SMALL_CHUNK, loss_chunk_size=SMALL_CHUNK)
         terms.update({CHUNK: 0, LOSS: 0})
