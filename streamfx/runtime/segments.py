@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.log import log
-from streamfx.runtime.forms import Family, Numbers, family_of, layout_of, single
+from streamfx.runtime.forms import Family, Numbers, family_of, layout_of, packed, single
 from streamfx.torch_private import compile_for_one_size, compile_for_sizes
 
 Run = Callable[..., Sequence[Any]]
@@ -48,7 +48,8 @@ class Segment:
         self.text = structure(module.graph)
         self._seen: dict[Hashable, Numbers] = {}
 
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.text, kinds), [])
         form = next((form for form in forms if form.fits(numbers)), None)
