@@ -68,6 +68,15 @@ def test_layers_and_chunks_share_what_is_compiled(length: int, forms: dict[Any, 
     assert compiled == [6, 6]
 
 
+def test_sequences_of_any_length_share_what_is_compiled(forms: dict[Any, list[Form]], no_compiler: None) -> None:
+    """One chunk each: a form for the first length, and one for all from the second on."""
+    model = Causal().double()
+    run = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 64, "bodies": "inductor"})
+    for number, length in enumerate((8, 9, 12, 20)):
+        run(tokens(2, length), tokens(2, length)).backward()
+        assert {len(own) for own in forms.values()} == {min(1 + number, 2)}
+
+
 def test_what_does_not_compile_is_interpreted(
     forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

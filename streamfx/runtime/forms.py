@@ -67,6 +67,13 @@ def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
     return tuple(kinds), tuple(numbers)
 
 
+def packed(value: Any) -> Any:
+    """A chunk's rows of several sequences put side by side: their layout then does not depend on how long these are."""
+    if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
+        return value
+    return value.contiguous() if value.stride(0) and value[0].is_contiguous() else value
+
+
 def strides_of(value: Tensor) -> list[int]:
     strides = list(value.stride())
     following = 1

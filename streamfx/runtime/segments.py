@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.log import log
-from streamfx.runtime.forms import Family, Numbers, family_of, layout_of, single
+from streamfx.runtime.forms import Family, Numbers, family_of, layout_of, packed, single
 from streamfx.torch_private import compile_for_one_size, compile_for_sizes
 
 Run = Callable[..., Sequence[Any]]
@@ -39,7 +39,8 @@ _forms: dict[Hashable, list[Form]] = {}
 class Segment:
     """A stretch of a body; `several` says that chunks of more than one length are to come.
 
-    If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all.
+    If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
+    there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -48,25 +49,30 @@ class Segment:
         self.text = structure(module.graph)
         self._seen: dict[Hashable, Numbers] = {}
 
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.text, kinds), [])
         form = next((form for form in forms if form.fits(numbers)), None)
         if form is None and len(forms) < MOST_FORMS:
-            form = self._new_form(kinds, numbers, inputs)
+            form = self._new_form(kinds, numbers, inputs, forms)
             forms += [form] if form is not None else []
         if form is None:
             return self.module(*inputs)  # type: ignore[no-any-return]
         tensors = (value for value in inputs if isinstance(value, Tensor))
         return form.run(*tensors) if form.family.at is None else form.run(numbers[form.family.at], *tensors)
 
-    def _new_form(self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any]) -> Form | None:
-        family: Family | None = single(numbers)
+    def _new_form(self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[Form]) -> Form | None:
+        """Code for these sizes, and for all of the family that they make with others that were met before."""
         if self.several:
             first = self._seen.setdefault(kinds, numbers)
             if first == numbers:
                 return None
-            family = family_of(first, numbers)
+            known = [first]
+        else:
+            known = [form.family.offsets for form in forms if form.family.at is None]
+        families = (family_of(other, numbers) for other in known)
+        family = next((found for found in families if found is not None), None)
         return compiled(self.module, family or single(numbers), numbers, inputs)
 
 
