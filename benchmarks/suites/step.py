@@ -21,7 +21,7 @@ FULL = (
     "inductor, activation budget 0.1",
     "streambp",
     "streambp, eager bodies",
-    "streambp, attention kept",
+    "streambp, inputs kept",
     "streambp, everything fits",
 )
 
