@@ -53,6 +53,7 @@ _ALL = (
     Way("streambp, eager bodies", "streambp", {"bodies": "eager"}),
     Way("streambp, inductor bodies", "streambp", {"bodies": "inductor"}),
     Way("streambp, attention kept", "streambp", {"save": "attention"}),
+    Way("streambp, inputs kept", "streambp", {"save": "inputs"}),
     Way("streambp, every 2nd input", "streambp", {"keep_every": 2}),
     Way("streambp, inputs offloaded", "streambp", {"offload": "inputs"}),
     Way("streambp, everything fits", "streambp", {"memory_budget": FITS}),

@@ -72,7 +72,7 @@ class Decoder(Workload):
         changes = {name: value for name, value in self.sizes.items() if name != "model"}
         if "model" not in self.sizes:
             return small_config(**changes)
-        config = configuration(self.sizes["model"])
+        config = configuration(self.sizes["model"]).get_text_config()
         config.use_cache = False
         for name, value in changes.items():
             setattr(config, name, value)

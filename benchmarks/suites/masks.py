@@ -17,7 +17,8 @@ def masks(settings: Settings) -> Rows:
     """
     lengths = settings.lengths or ((1024,) if settings.quick else (4096, 8192))
     rounds = settings.rounds or (2 if settings.quick else 5)
-    return [row for length in lengths for way in settings.chosen(("streambp",)) for row in _rows(settings, way, length, rounds)]
+    ways = settings.chosen(("streambp, eager bodies",) if settings.quick else ("streambp",))
+    return [row for length in lengths for way in ways for row in _rows(settings, way, length, rounds)]
 
 
 def _rows(settings: Settings, way: str, length: int, rounds: int) -> Rows:

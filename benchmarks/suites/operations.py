@@ -19,7 +19,7 @@ def operations(settings: Settings) -> Rows:
     """
     length = settings.lengths[0] if settings.lengths else 512 if settings.quick else 2048
     counts = {way: _counted(settings, way, length) for way in (*BASELINES, "eager")}
-    for way in ("streambp", "streambp, attention kept"):
+    for way in ("streambp, inputs kept", "streambp, attention kept"):
         for chunks in (1, 8) if settings.quick else (1, 2, 8, 64):
             size = length // chunks
             counts[f"{way}, {chunks} chunks"] = _counted(settings, way, length, chunk_size=size, loss_chunk_size=size)

@@ -8,7 +8,14 @@ from benchmarks.settings import MIB, Rows, Settings
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
 
-QUICK = ("eager", "checkpointing", "checkpointing, loss in parts", "inductor", "streambp", "streambp, everything fits")
+QUICK = (
+    "eager",
+    "checkpointing",
+    "checkpointing, loss in parts",
+    "inductor",
+    "streambp, eager bodies",
+    "streambp, everything fits",
+)
 FULL = (
     "eager",
     "checkpointing",
@@ -21,7 +28,7 @@ FULL = (
     "inductor, activation budget 0.1",
     "streambp",
     "streambp, eager bodies",
-    "streambp, attention kept",
+    "streambp, inputs kept",
     "streambp, everything fits",
 )
 
