@@ -285,7 +285,7 @@ def _without_total(node: fx.Node, arguments: Mapping[str, Any], writer: GraphWri
     total: fx.Node = arguments["total_weight"]
     if total.target is not operator.getitem:
         return None
-    unused = writer.call(aten.full.default, [], 0.0, dtype=_dtype(total), device=_device(total))
+    unused = writer.call(aten.full.default, [], 1.0, dtype=_dtype(total), device=_device(total))
     return writer.call(node.target, *(unused if name == "total_weight" else value for name, value in arguments.items()))
 
 

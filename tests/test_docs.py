@@ -22,7 +22,9 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text, namespace = page.read_text(), dict[str, Any]()
     for snippet in SNIPPET.finditer(text):
         line = text[: snippet.start(1)].count("\n")
-        exec(compile("\n" * line + snippet[1], str(page), "exec"), namespace)
+        source = "\n" * line + snippet[1]  # in a file of its own: Dynamo reads the file of what it compiles as Python
+        (file := tmp_path / f"{page.stem}_{line}.py").write_text(source)
+        exec(compile(source, str(file), "exec"), namespace)
     torch._dynamo.reset()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,22 @@ def test_nothing_is_left_behind() -> None:
     assert before == after
     assert model._compiled_call_impl is None
     assert "off" in str(done)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """One process: buckets of a kilobyte would cut the graph after each parameter."""
+    plain = tiny.causal_model().double()
+    truth = gradients(plain, plain)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = tiny.causal_model().double()
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with enable(wrapped, chunk_size=5):
+            assert_close(gradients(model, wrapped), truth)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_wrapped_modules() -> None:

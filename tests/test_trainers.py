@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ TRL = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No network, no progress bars, caches of data sets in the test's own folder."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "1")
     import datasets
+    from accelerate.state import AcceleratorState
 
     datasets.disable_progress_bars()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # what one trainer asks for would hold for all later ones
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Calls:
             return self.module._call_impl(*args, **kwargs)
         self.compiled += 1
         keeps_cache = not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
-        with without_checkpointing(self.module):
+        with in_one_graph(), without_checkpointing(self.module):
             return (self._whole if keeps_cache else self._without_cache)(*args, **kwargs)
 
 
@@ -56,6 +56,12 @@ def _without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return call
+
+
+def in_one_graph() -> AbstractContextManager[None]:
+    """Keeps Dynamo from cutting graphs at the buckets of DistributedDataParallel."""
+    is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch._dynamo.config.patch(optimize_ddp=False) if is_parallel else nullcontext()
 
 
 @contextmanager
