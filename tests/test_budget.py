@@ -12,7 +12,7 @@ import streamfx
 from streamfx.budget import bytes_of, is_budget
 from streamfx.errors import OverBudget
 from streamfx.ir.program import Program
-from streamfx.options import resolved
+from streamfx.options import SAVE_LEVELS, resolved
 from streamfx.passes.fit import held_bytes
 from streamfx.report.memory import cost_of
 from streamfx.report.meter import Meter
@@ -182,6 +182,16 @@ def run(recorded: Any, program: Program) -> None:
     del outputs
 
 
+def assert_peak_is_predicted(recorded: Any, program: Program | None) -> int:
+    """Runs a program; returns the bytes that were alive at its peak."""
+    assert program is not None
+    predicted = cost_of(program.forward, program.backward, 1).peak
+    with Meter() as meter:
+        run(recorded, program)
+    assert meter.peak == pytest.approx(predicted, rel=0.05)
+    return meter.peak
+
+
 def positions() -> nn.Module:
     """Learned positions, biases, one product for queries, keys and values."""
     return hf.gpt2(n_positions=LENGTH, n_embd=64, n_layer=LAYERS)
@@ -193,18 +203,16 @@ TEN = [hf.llama, hf.qwen3, hf.qwen3_tied, hf.mistral, hf.gemma2, hf.gemma3, hf.g
 @pytest.mark.long
 @pytest.mark.parametrize("make", TEN, ids=lambda make: make.__name__)
 def test_ten_models_within_four_budgets(make: Any) -> None:
-    """The joint graph is recorded once; each budget's program is then run on real tensors."""
+    """The joint graph is recorded once; programs for each level of what is kept and each budget are run on real tensors."""
     step = Step(model_of(make), chunk_size=128, loss_chunk_size=128, outputs="dense")
     step.compiled(step.ids).backward()
     (recorded,) = step.backend.compilations
+    chunks = {"chunk_size": 128, "loss_chunk_size": 128}
+    for save in SAVE_LEVELS:
+        assert_peak_is_predicted(recorded, recorded.facts_for(resolved({**chunks, "save": save})).program)
     with pytest.raises(OverBudget) as caught:
         recorded.facts_for(resolved({"memory_budget": 1}))
     least, free = caught.value.smallest, step.held() + step.predicted()
     for budget in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
         program = recorded.facts_for(resolved({"memory_budget": budget})).program
-        assert program is not None
-        predicted = cost_of(program.forward, program.backward, 1).peak
-        with Meter() as meter:
-            run(recorded, program)
-        assert meter.peak == pytest.approx(predicted, rel=0.05)
-        assert step.held() + meter.peak <= budget
+        assert step.held() + assert_peak_is_predicted(recorded, program) <= budget
