@@ -137,6 +137,18 @@ def test_trl(name: str, tmp_path: Path) -> None:
         assert done.calls["ref_model.model"].compiled
 
 
+def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    before = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    first, second = enable(build("dpo", tmp_path)), enable(build("sft", tmp_path))
+    assert before > utils._CHUNKED_LOGPROB_CHUNK_SIZE > 0
+    first.disable()
+    assert before > utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    second.disable()
+    second.disable()
+    assert before == utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
+
 LONG = {"completion only", "smoothed", "ipo", "two passes", "old name"}
 VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "packing": ("sft", None, {"packing": True, "max_length": 48}),

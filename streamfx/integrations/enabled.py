@@ -27,12 +27,16 @@ class Enabled:
         self.calls = {target.name: Calls(target.module, self.options, dynamic) for target in targets}
         for target in targets:
             target.module._compiled_call_impl = self.calls[target.name]
+            if target.head is not None:
+                target.head.narrow()
 
     def disable(self) -> None:
         """Let all modules run as they did before; may be called again."""
         for target in self.targets:
             if target.module._compiled_call_impl is self.calls[target.name]:
                 target.module._compiled_call_impl = None
+                if target.head is not None:
+                    target.head.restore()
 
     def __enter__(self) -> Enabled:
         return self

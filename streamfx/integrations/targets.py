@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from streamfx.errors import IntegrationError
+from streamfx.integrations.heads import Head, head_of
 from streamfx.torch_private import is_compiled
 
 ASKED = "streamfx.integrations.enable takes a module, or a trainer that has one"
@@ -29,6 +30,7 @@ class Target:
     name: str
     module: nn.Module
     why: str
+    head: Head | None = None
 
 
 def targets_of(given: Any) -> list[Target]:
@@ -88,7 +90,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _target(name: str, model: nn.Module) -> Target:
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    if not _applies_head_itself(base):
+    forward = _forward_with_head(base)
+    if forward is None:
         return Target(name, model, "the whole model, with its loss")
     backbone = getattr(base, "base_model", None)
     if not isinstance(backbone, nn.Module) or backbone is base:
@@ -98,16 +101,16 @@ def _target(name: str, model: nn.Module) -> Target:
             do="give the module that makes the hidden states: enable(model.<backbone>)",
         )
     inner = next((path for path, module in model.named_modules() if module is backbone), "base_model")
-    return Target(f"{name}.{inner}", backbone, "the backbone; the trainer applies the head itself, in chunks")
+    return Target(f"{name}.{inner}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward))
 
 
-def _applies_head_itself(model: nn.Module) -> bool:
-    """Whether a trainer has given the model a forward that knows the argument for it."""
+def _forward_with_head(model: nn.Module) -> Any:
+    """The forward that a trainer has given the model, if it knows the argument for it."""
     function: Any = model.__dict__.get("forward")
     while function is not None:
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
         if code is not None and OWN_HEAD in code.co_varnames:
-            return True
+            return function
         function = getattr(function, "__wrapped__", None)
-    return False
+    return None
