@@ -1,7 +1,7 @@
 """How much of the vocabulary does a trainer's own head take at once?
 
-TRL's function makes logits of 4,096 tokens and 32,768 columns in one piece, without Triton several times over: gigabytes,
-more than all that the streamed backbone takes. The width is a constant of TRL's module that is read at each call and changes no sum but by
+TRL's function makes logits of 4,096 tokens and 32,768 columns in one piece, without Triton several times over. That is gigabytes,
+more than the streamed backbone takes. The width is a constant of TRL's module that is read at each call and changes no sum but by
 rounding. While a model is enabled, it is smaller.
 """
 
