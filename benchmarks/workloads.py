@@ -54,6 +54,10 @@ class Decoder(Workload):
 
     @cached_property
     def module(self) -> Any:
+        return self.model
+
+    @cached_property
+    def model(self) -> Any:
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()
@@ -100,6 +104,31 @@ class Decoder(Workload):
         labels = inputs.pop("labels")
         hidden = self.module.model(**inputs).last_hidden_state
         return LOSSES[self.way.loss](hidden[:, :-1], self.module.lm_head.weight, labels[:, 1:])
+
+
+class Preferences(Decoder):
+    """DPO on a pair of sequences, or GRPO on two answers, with a reference model: `feed` says which."""
+
+    @cached_property
+    def module(self) -> nn.Module:
+        return self.objective.step(self.model)
+
+    @property
+    def objective(self) -> Any:
+        from streamfx.planner.objectives import objective_called
+
+        return objective_called(self.feed, group=2)
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        likes = self.objective.inputs(self.objective.sequences, self.length)
+        made = {name: torch.rand(like.shape, generator=draw).to(self.device) for name, like in likes.items()}
+        ids = torch.randint(0, self.model.config.vocab_size, made["ids"].shape, generator=draw)
+        return {**made, "ids": ids.to(self.device)}
+
+    def loss(self, **inputs: Tensor) -> Tensor:
+        return self.module(**inputs)  # type: ignore[no-any-return]
 
 
 class Head(Workload):
@@ -152,4 +181,4 @@ class Mlp(Workload):
         return down(F.silu(gate(hidden)) * up(hidden))
 
 
-WORKLOADS: dict[str, type[Workload]] = {"decoder": Decoder, "head": Head, "mlp": Mlp}
+WORKLOADS: dict[str, type[Workload]] = {"decoder": Decoder, "preferences": Preferences, "head": Head, "mlp": Mlp}

@@ -44,6 +44,14 @@ def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]
         assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
 
 
+@pytest.mark.parametrize("feed", ["dpo", "grpo"])
+def test_objectives_are_the_same_in_every_way(feed: str) -> None:
+    spec = {**DECODER, "workload": "preferences", "feed": feed}
+    expected = Training("eager", **spec).step()
+    for way in ("checkpointing", "streambp, eager bodies"):
+        assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
+
+
 def test_packed_documents_start_anew() -> None:
     positions = Training("eager", feed="packed documents", **DECODER).work.inputs["position_ids"]
     assert positions.tolist() == [[0, 1, 2] * 8]

@@ -1,0 +1,39 @@
+"""Steps of preference optimization and of reinforcement learning, with a reference model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.settings import MIB, Rows, Settings
+from benchmarks.turns import in_turns
+
+FEEDS = {"DPO, a pair of sequences": "dpo", "GRPO, two answers": "grpo"}
+
+
+def objectives(settings: Settings) -> Rows:
+    """One step each, as the planner has them; ratios are to checkpointing: medians over rounds of the ratio within a round."""
+    lengths = settings.lengths or ((512,) if settings.quick else (8192,))
+    ways = settings.chosen(("checkpointing", "streambp, eager bodies" if settings.quick else "streambp"))
+    return [row for length in lengths for label in FEEDS for row in _rows(settings, label, length, ways)]
+
+
+def _rows(settings: Settings, label: str, length: int, ways: tuple[str, ...]) -> Rows:
+    shared = {"workload": "preferences", "feed": FEEDS[label], "length": length, "sizes": settings.sizes, **settings.place}
+    specs: dict[str, dict[str, Any]] = {way: {"way": way, **shared} for way in ways}
+    found = in_turns(specs, settings.rounds or 1, settings)
+    reference = found.get("checkpointing", found[ways[0]])
+    return [
+        {
+            "step": label,
+            "way": way,
+            "T": length,
+            "peak MiB": outcome.median("peak_bytes") / MIB,
+            "of checkpointing": outcome.over(reference, "peak_bytes"),
+            "processor s": outcome.median("cpu_seconds"),
+            "of its": outcome.over(reference, "cpu_seconds"),
+            "loss": outcome.later[-1]["loss"],
+        }
+        if outcome.later
+        else {"step": label, "way": way, "T": length, "why not": outcome.why_not}
+        for way, outcome in found.items()
+    ]
