@@ -6,8 +6,9 @@ from typing import Any
 
 from benchmarks.processes import Failed, Measured
 from benchmarks.settings import MIB, Rows, Settings
+from benchmarks.ways import WAYS as WAYS_BY_NAME
 
-WAYS = ("eager", "checkpointing", "streambp", "streambp, every 2nd input", "streambp, inputs offloaded")
+WAYS = ("eager", "checkpointing", "streambp, eager bodies", "streambp, every 2nd input", "streambp, inputs offloaded")
 STEP = 1.0625  # lengths that are nearer to each other are not told apart
 SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -15,7 +16,8 @@ SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "
 def longest(settings: Settings) -> Rows:
     """The longest T whose step stays under the cap: the process's high-water mark over the state before, gradients included.
 
-    Found by bisection to a sixteenth, each length in a process of its own (its second step, so that no compilation counts).
+    Found by bisection to a sixteenth, each length in a process of its own (its second step, so that no compilation counts). The
+    backend is told the cap as its `memory_budget`, of which parameters and inputs are a part.
     """
     quick = {**SMALL, "vocab_size": 4096}
     sizes = quick if settings.quick and not settings.sizes else settings.sizes
@@ -57,7 +59,7 @@ class _Search:
     def fits(self, length: int) -> bool:
         self.settings.tell(f"{self.way}, T = {length}")
         try:
-            with Measured(self.way, length, sizes=self.sizes, **self.settings.place) as process:
+            with Measured(self.way, length, sizes=self.sizes, options=self.options(length), **self.settings.place) as process:
                 first = process.ask("measured")
                 step = process.ask("measured") if first["peak_bytes"] < 2 * self.cap else first
         except Failed:  # out of memory
@@ -65,3 +67,10 @@ class _Search:
         peak = min(first["peak_bytes"], step["peak_bytes"])
         self.seen[length] = {"T": length, "peak MiB": peak / MIB, "s / step": step["seconds"]}
         return peak <= self.cap
+
+    def options(self, length: int) -> dict[str, Any]:
+        """What the way's compiler is told beside its own options."""
+        if WAYS_BY_NAME[self.way].backend != "streambp":
+            return {}
+        with Measured("eager", length, sizes=self.sizes, **self.settings.place) as process:
+            return {"memory_budget": self.cap + process.ask("held")["held_bytes"]}
