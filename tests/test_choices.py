@@ -18,7 +18,7 @@ from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.hf import LossOf, deep
 
 LAYERS = 5
-MODELS = [hf.qwen3_tied, hf.mistral]
+MODELS = [hf.qwen3_tied, pytest.param(hf.mistral, marks=pytest.mark.long)]
 CHOICES: list[dict[str, Any]] = [
     {"keep_every": 1, "save": "attention"},
     {"keep_every": 2, "save": "inputs"},

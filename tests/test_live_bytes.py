@@ -26,6 +26,9 @@ ROWS = 61  # prime, so that a dimension of a multiple of it ranges over the rows
 SPREAD = ("bloom", "diffllama", "falcon", "gemma2", "gpt_oss", "granite_swa", "lfm2", "mixtral", "mpt", "opt")
 
 
+SLOW = ("diffllama", "gemma2")
+
+
 def streams_all(row: dict[str, Any]) -> bool:
     return row.get("share") == 1 and not row.get("reasons") and row.get("graphs") == 1 and row["model_type"] not in WITHOUT_LABELS
 
@@ -108,7 +111,7 @@ def test_nothing_is_made_in_one_piece(name: str) -> None:
     check_shapes(name)
 
 
-@pytest.mark.parametrize("name", SPREAD[:4])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in SPREAD[:4]])
 def test_live_bytes_fall_with_the_chunk_size(name: str) -> None:
     check_falling(name)
 

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
-from streamfx.integrations import enable
+from streamfx.integrations import enable, heads
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import (
@@ -137,9 +137,10 @@ def test_trl(name: str, tmp_path: Path) -> None:
         assert done.calls["ref_model.model"].compiled
 
 
-def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path) -> None:
-    utils = pytest.importorskip("trl.trainer.utils")
-    before = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils, before = pytest.importorskip("trl.trainer.utils"), 32_768
+    monkeypatch.setattr(utils, heads.NAME, before)  # other tests leave their trainers enabled
+    monkeypatch.setattr(heads, "_narrowed", {})
     first, second = enable(build("dpo", tmp_path)), enable(build("sft", tmp_path))
     assert before > utils._CHUNKED_LOGPROB_CHUNK_SIZE > 0
     first.disable()
