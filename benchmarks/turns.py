@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.processes import Failed, Measured
-from benchmarks.settings import Settings
+from benchmarks.settings import MIB, Rows, Settings
 from benchmarks.ways import WAYS
 
 
@@ -29,6 +29,24 @@ class Outcome:
         """The median over the rounds of this way's share of another's: each round compares neighbours in time."""
         shares = [own[name] / its[name] for own, its in zip(self.later, other.later, strict=False)]
         return float(statistics.median(shares))
+
+
+def compared(found: Mapping[str, Outcome], reference: str, first: Mapping[str, Any]) -> Rows:
+    """A row for each way: its peak and its processor time, and the ratios to those of the way `reference`."""
+    return [
+        {
+            **first,
+            "way": way,
+            "peak MiB": outcome.median("peak_bytes") / MIB,
+            f"of {reference}": outcome.over(found[reference], "peak_bytes"),
+            "processor s": outcome.median("cpu_seconds"),
+            f"of {reference}'s": outcome.over(found[reference], "cpu_seconds"),
+            "loss": outcome.later[-1]["loss"],
+        }
+        if outcome.later
+        else {**first, "way": way, "why not": outcome.why_not}
+        for way, outcome in found.items()
+    ]
 
 
 def in_turns(specs: Mapping[str, dict[str, Any]], rounds: int, settings: Settings) -> dict[str, Outcome]:

@@ -13,7 +13,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from side_by_side import Report, arguments, compare
+from side_by_side import Report, arguments, compare, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,16 +74,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
     model = Decoder(width, layers, vocabulary, method == "checkpointing")
     tokens = byte_tokenizer()(standard_library_text()[: options.length * options.steps])["input_ids"]
     run = torch.compile(model, backend="streambp") if method == "streambp" else model  # the one line
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for ids in torch.tensor(tokens).reshape(options.steps, 1, options.length):
-        report.start()
-        loss = run(ids)
-        loss.backward()
-        report.step(loss.item())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    report.end(model)
+    train(model, run, torch.tensor(tokens).reshape(options.steps, 1, options.length), report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from side_by_side import Report, arguments, compare
+from side_by_side import Report, arguments, compare, train
 from torch import Tensor
 
 
@@ -36,16 +36,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
         return 4 * divergence + F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     run = torch.compile(step, backend="streambp") if method == "streambp" else step  # the one line
-    optimizer = torch.optim.SGD(student.parameters(), 0.01)
-    for ids in batches:
-        report.start()
-        loss = run(ids)
-        loss.backward()
-        report.step(loss.item())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    report.end(student)
+    train(student, run, batches, report)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,20 @@ def compare(
         _print_table(rows, measure, f"{Path(sys.argv[0]).stem}: {options.steps} steps on sequences of {options.length:,} tokens")
 
 
+def train(model: torch.nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], batches: torch.Tensor, report: Report) -> None:
+    """Plain steps of SGD, one for each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for ids in batches:
+        report.start()
+        loss = loss_of(ids)
+        loss.backward()
+        report.step(loss.item())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    report.end(model)
+
+
 class Report:
     """Tells the parent process of each step, as a line of JSON."""
 

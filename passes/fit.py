@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from streamfx.budget import bytes_of
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import device_of
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import numeric
@@ -79,13 +79,7 @@ class Fit:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        return _Search(facts, self.options, bytes_of(budget, device_of(facts))).best()
-
-
-def device_of(facts: Facts) -> torch.device:
-    """The device that a graph runs on."""
-    loops = facts.program.loops
-    return loops[0].spec.device if loops else torch.device("cpu")
+        return _Search(facts, self.options, bytes_of(budget, device_of(facts.joint.graph))).best()
 
 
 def held_bytes(forward: fx.GraphModule) -> int:
@@ -106,9 +100,7 @@ def fits_whole(
     They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
     outputs that the halves do not make.
     """
-    values = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
-    left = bytes_of(budget, device) - held_bytes(forward) - others
+    left = bytes_of(budget, device_of(forward.graph)) - held_bytes(forward) - others
     results = forward.graph.output_node().args[0]
     saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
     if sum(bytes_like(node.meta.get("val")) for node in saved) > left:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
+from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_of_node
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
@@ -50,7 +50,7 @@ class _Rewriter:
         self.layout = Layout(facts.axes, facts.demand, facts.causality)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
         self.stages: tuple[Stage, ...] = facts.stages.stages
-        self.device = _device(facts.joint)
+        self.device = device_of(facts.joint.graph)
 
     def program(self) -> Program:
         forward = OuterBuilder(self.layout, self.order, self.facts.plan)
@@ -277,11 +277,6 @@ def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.
                     found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
                     found[size].meta["val"] = node.meta["val"].shape[dim]
     return found
-
-
-def _device(joint: JointGraph) -> torch.device:
-    devices = [node.meta["val"].device for node in joint.nodes if is_tensor(node)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _identifier(name: str) -> str:

@@ -18,8 +18,8 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.program import LoopSpec, Number, Part, Program, Same
+from streamfx.ir.structure import structure
 from streamfx.passes.linear import is_random
-from streamfx.report.sampling import body_text
 from streamfx.runtime import attention as chunked
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.mask_programs import MaskProgram
@@ -116,7 +116,7 @@ def _call(
     constants = {node: source for node in inputs if (source := lasting[node]) is not None and _is_number(source)}
     inputs = [node for node in inputs if node not in constants]
     program = _program(mask, made, inputs, constants, lasting, known)
-    name = next((name for name, child in body.named_children() if child is program), f"mask_{len(list(body.children()))}")
+    name = f"mask_{list(known.values()).index(program)}"
     body.add_submodule(name, program)
     with body.graph.inserting_after(mask):
         call = body.graph.call_module(name, tuple(inputs))
@@ -152,7 +152,7 @@ def _program(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output((copies[mask],))
     literals = tuple(_literal(lasting[node]) for node in inputs)
-    key = body_text(graph), literals
+    key = structure(graph), literals
     if key not in known:
         known[key] = MaskProgram(fx.GraphModule(torch.nn.Module(), graph), literals)
     return known[key]
@@ -166,4 +166,4 @@ def _literal(source: fx.Node | None) -> Any:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in made:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    return body_text(graph)
+    return structure(graph)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
+from streamfx.ir.joint import device_of
 from streamfx.options import Options
 from streamfx.report.flops import flops_of_graph
 from streamfx.torch_private import has_compiler
@@ -19,10 +17,3 @@ def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     if options.bodies != "auto":
         return options.bodies == "inductor"
     return flops_of_graph(graph) >= WORTH_COMPILING and has_compiler(device_of(graph).type)
-
-
-def device_of(graph: fx.Graph) -> torch.device:
-    """The device on which a graph computes: the first that is not the CPU."""
-    values: list[Any] = [node.meta.get("val") for node in graph.nodes]
-    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

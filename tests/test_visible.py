@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from streamfx.runtime import attention, mask_programs
 from streamfx.runtime.mask_programs import Mask, MaskProgram
 from streamfx.runtime.visible import Kind, Piece, pieces_of
+from tests.support.small import Padded
 from tests.support.tracing import compare_function
 
 INF = float("inf")
@@ -118,22 +119,6 @@ def test_padding_needs_few_masks(keep: slice, kinds: set[Kind]) -> None:
 # -- once per step
 
 
-class Layers(nn.Module):
-    """Three layers of causal attention under one padding mask: [B, T, D] and [B, T]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 8, 8, dtype=torch.float64) / 3)
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        position = torch.arange(x.shape[1])
-        visible = (position <= position[:, None]) & keep[:, None, None]
-        for w in self.w:
-            q = (x @ w)[:, None]
-            x = x + F.scaled_dot_product_attention(q, q, x[:, None], attn_mask=visible)[:, 0]
-        return x
-
-
 @pytest.fixture
 def looked_at() -> Iterator[mock.Mock]:
     with mock.patch.object(mask_programs, "pieces_of", side_effect=pieces_of) as spy:
@@ -141,10 +126,9 @@ def looked_at() -> Iterator[mock.Mock]:
 
 
 @pytest.fixture
-def layers() -> Layers:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    return Layers()
+def layers() -> Padded:
+    """Three layers under one padding mask."""
+    return Padded(layers=3, width=8).double()
 
 
 def gradients(model: nn.Module, call: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
@@ -156,7 +140,7 @@ def gradients(model: nn.Module, call: Callable[..., Tensor], *arguments: Tensor)
 
 
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_mask_is_looked_at_once_per_chunk(bodies: str, layers: Layers, looked_at: mock.Mock) -> None:
+def test_a_mask_is_looked_at_once_per_chunk(bodies: str, layers: Padded, looked_at: mock.Mock) -> None:
     """Not in each of three layers, nor again in the backward half."""
     compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16, "bodies": bodies})
     x, keep = torch.randn(2, 64, 8, dtype=torch.float64), torch.ones(2, 64, dtype=torch.bool)
@@ -167,7 +151,7 @@ def test_a_mask_is_looked_at_once_per_chunk(bodies: str, layers: Layers, looked_
 
 
 @pytest.mark.parametrize("write", ["in place", "behind torch's back"])
-def test_a_mask_that_changed_is_looked_at_again(write: str, layers: Layers) -> None:
+def test_a_mask_that_changed_is_looked_at_again(write: str, layers: Padded) -> None:
     compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16})
     x, keep = torch.randn(2, 64, 8, dtype=torch.float64), torch.ones(2, 64, dtype=torch.bool)
     for length in (64, 40, 20, 60):
@@ -178,7 +162,7 @@ def test_a_mask_that_changed_is_looked_at_again(write: str, layers: Layers) -> N
         assert torch.allclose(gradients(layers, compiled, x, keep), gradients(layers, layers, x, keep), rtol=1e-12)
 
 
-def test_steps_that_overlap(layers: Layers) -> None:
+def test_steps_that_overlap(layers: Padded) -> None:
     """Two forward halves before the first backward half, with a mask each."""
     compiled = torch.compile(layers, backend="streambp", options={"chunk_size": 16})
     x = torch.randn(2, 64, 8, dtype=torch.float64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.settings import MIB, Rows, Settings
-from benchmarks.turns import in_turns
+from benchmarks.settings import Rows, Settings
+from benchmarks.turns import compared, in_turns
 
 WAYS = ("eager", "checkpointing", "mini-sequences", "inductor", "streambp")
 PARTS = 8
@@ -23,19 +23,5 @@ def mlp(settings: Settings) -> Rows:
     for length in lengths:
         spec: dict[str, Any] = {"workload": "mlp", "length": length, "sizes": sizes, **settings.place}
         found = in_turns({way: {"way": way, **spec} for way in settings.chosen(WAYS)}, rounds, settings)
-        reference = next(iter(found.values()))
-        rows += [
-            {
-                "way": way,
-                "T": length,
-                "peak MiB": outcome.median("peak_bytes") / MIB,
-                "of eager": outcome.over(reference, "peak_bytes"),
-                "processor s": outcome.median("cpu_seconds"),
-                "of eager's": outcome.over(reference, "cpu_seconds"),
-                "loss": outcome.later[-1]["loss"],
-            }
-            if outcome.later
-            else {"way": way, "T": length, "why not": outcome.why_not}
-            for way, outcome in found.items()
-        ]
+        rows += compared(found, next(iter(found)), {"T": length})
     return rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.settings import MIB, Rows, Settings
-from benchmarks.turns import in_turns
+from benchmarks.settings import Rows, Settings
+from benchmarks.turns import compared, in_turns
 
 FEEDS = {"DPO, a pair of sequences": "dpo", "GRPO, two answers": "grpo"}
 
@@ -21,19 +21,4 @@ def _rows(settings: Settings, label: str, length: int, ways: tuple[str, ...]) ->
     shared = {"workload": "preferences", "feed": FEEDS[label], "length": length, "sizes": settings.sizes, **settings.place}
     specs: dict[str, dict[str, Any]] = {way: {"way": way, **shared} for way in ways}
     found = in_turns(specs, settings.rounds or 1, settings)
-    reference = found.get("checkpointing", found[ways[0]])
-    return [
-        {
-            "step": label,
-            "way": way,
-            "T": length,
-            "peak MiB": outcome.median("peak_bytes") / MIB,
-            "of checkpointing": outcome.over(reference, "peak_bytes"),
-            "processor s": outcome.median("cpu_seconds"),
-            "of its": outcome.over(reference, "cpu_seconds"),
-            "loss": outcome.later[-1]["loss"],
-        }
-        if outcome.later
-        else {"step": label, "way": way, "T": length, "why not": outcome.why_not}
-        for way, outcome in found.items()
-    ]
+    return compared(found, "checkpointing" if "checkpointing" in found else ways[0], {"step": label, "T": length})

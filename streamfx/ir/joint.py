@@ -39,6 +39,12 @@ class JointGraph:
         return (*self.primals, *self.tangents, *self.graph.find_nodes(op="get_attr"))
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """The device on which a graph computes: the first that is not the CPU."""
+    devices = [node.meta["val"].device for node in graph.nodes if is_tensor(node)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     """The nodes that `roots` depend on, themselves included."""
     found: set[fx.Node] = set()

@@ -14,11 +14,12 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from streamfx.ir.facts import Span
 from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
 from streamfx.ir.sizes import Size
+from streamfx.ir.structure import structure
 from streamfx.report.meter import Meter, Rise
 from streamfx.report.terms import LoopTerms
 from streamfx.runtime.loop import Env, Loop
@@ -195,19 +196,7 @@ def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
     """All of a loop that its costs follow from: equal layers have equal ones."""
     buffers = tuple((buffer.shape, buffer.dtype, buffer.zeroed) for buffer in spec.buffers)
     sizes = (spec.length, spec.reverse, spec.chunk_size, spec.device, spec.symbols)
-    return body_text(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
-
-
-def body_text(graph: fx.Graph) -> tuple[Any, ...]:
-    """A graph with numbers in place of names."""
-    number: dict[fx.Node, int] = {}
-    lines = []
-    for node in graph.nodes:
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}")
-        target = "" if node.op == "placeholder" else str(node.target)
-        lines.append((node.op, target, repr(arguments)))
-        number[node] = len(number)
-    return tuple(lines)
+    return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
 
 
 def _shape(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.forms import Family, Numbers, family_of, layout_of, packed, single
 from streamfx.torch_private import compile_for_one_size, compile_for_sizes
@@ -46,13 +47,13 @@ class Segment:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.several = False
-        self.text = structure(module.graph)
+        self.structure = structure(module.graph)
         self._seen: dict[Hashable, Numbers] = {}
 
     def __call__(self, *given: Any) -> Sequence[Any]:
         inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
-        forms = _forms.setdefault((self.text, kinds), [])
+        forms = _forms.setdefault((self.structure, kinds), [])
         form = next((form for form in forms if form.fits(numbers)), None)
         if form is None and len(forms) < MOST_FORMS:
             form = self._new_form(kinds, numbers, inputs, forms)
@@ -131,17 +132,3 @@ def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> 
     results = module.graph.output_node().args[0]
     graph.output(tuple(copies[node] for node in results))  # type: ignore[index,union-attr]
     return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def structure(graph: fx.Graph) -> str:
-    """The graph as text that does not depend on names."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-
-    def written(item: Any) -> Any:
-        return f"%{number[item]}" if isinstance(item, fx.Node) else item
-
-    lines = []
-    for node in graph.nodes:
-        args = fx.node.map_aggregate((node.args, node.kwargs), written)
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args}")
-    return "\n".join(lines)

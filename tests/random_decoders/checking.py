@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from streamfx.runtime import visible
+from streamfx.runtime import segments, visible
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
 from tests.support.exactness import Report
@@ -39,9 +41,23 @@ def run(decoder: Decoder) -> Report:
         names["model"](**names["inputs"])
     except Exception as error:
         raise WrongProgram(f"{decoder}\n{program(decoder)}") from error
-    with mock.patch.object(visible, "LEAST_ROWS", 2):  # masks of a few rows are taken apart as those of long chunks are
+    with small_and_interpreted():
         report: Report = names["check"]()
     return report
+
+
+@contextmanager
+def small_and_interpreted() -> Iterator[None]:
+    """Masks of a few rows are taken apart as those of long chunks are; bodies are cut, joined and shared as for Inductor, whose
+    place an interpreter takes: what it would compile in seconds each runs at once.
+    """
+    with (
+        mock.patch.object(visible, "LEAST_ROWS", 2),
+        mock.patch.object(segments, "_forms", {}),
+        mock.patch.object(segments, "compile_for_one_size", lambda graph, tensors: graph),
+        mock.patch.object(segments, "compile_for_sizes", lambda graph, like, shapes: (graph, segments.any_size)),
+    ):
+        yield
 
 
 def failure_of(decoder: Decoder) -> Failure | None:

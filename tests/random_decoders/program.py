@@ -152,6 +152,7 @@ def _options(decoder: Decoder) -> str:
         "save": decoder.save,
         "keep_every": decoder.keep_every,
         "offload": decoder.offload,
+        "bodies": decoder.bodies,
         "accumulate": decoder.accumulate,
         "outputs": "lazy" if decoder.lazy else "dense",
     }

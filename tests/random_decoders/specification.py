@@ -75,6 +75,7 @@ class Decoder:
     save: str = choice("inputs", "attention", "projections", "products", "auto")
     keep_every: int = choice(1, 2, 3, rare=True)
     offload: str = choice("none", "inputs", rare=True)
+    bodies: str = choice("eager", "inductor")
     accumulate: str = choice("float32", "same")
     compiled: bool = choice(False, True, rare=True)
     lazy: bool = choice(False, True, rare=True)

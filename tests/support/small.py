@@ -33,11 +33,11 @@ class Causal(nn.Module):
 
 
 class Padded(nn.Module):
-    """Two layers of fused attention that is causal and leaves out what a padding mask hides: [B, T, D] and [B, T]."""
+    """Layers of fused attention that is causal and leaves out what a padding mask hides: [B, T, D] and [B, T]."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2, width: int = WIDTH) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        self.w = nn.Parameter(torch.randn(layers, width, width) / math.sqrt(width))
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         position = torch.arange(x.shape[1])
