@@ -26,7 +26,7 @@ from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.along_sequence import run_along_sequence, taken_apart
 from streamfx.passes.linear import is_moved_elements, is_random
-from streamfx.passes.members import sequence_of, shift_links
+from streamfx.passes.members import members_of, sequence_of, shift_links
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.torch_private import HigherOrderOperator
 
@@ -65,8 +65,9 @@ class Axes:
             return replace(facts, axes=AxisFacts(AxisTable(), {}, {}, {}, {}, {}, frozenset()))
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
-        if split := _split_axes(facts.joint, axes, sequence):
-            kept = axes_of(facts.joint, split)
+        split = _split_axes(facts.joint, axes, sequence)
+        kept = axes_of(facts.joint, split) if split else axes
+        if split and len(kept.declined) == len(axes.declined):  # else an input of all rows of all sequences: [(b t)]
             whole = sequence_axis(facts.joint, kept)
             places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
             if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
@@ -307,7 +308,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
 
-    Views and results take their memory all the same.
+    Views and results take their memory all the same. What is made along a part that is cut out of an axis counts for both.
 
     Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
     """
@@ -330,7 +331,8 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     sequences = own & ordered & gain.keys()
     candidates = sequences or (gain.keys() - barred)
     inner = _innermost_axes(joint, axes)
-    ranked = sorted(candidates, key=lambda a: (a in barred, -gain[a], a in inner, -numeric(axes.table.size(a)), -a))
+    total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
+    ranked = sorted(candidates, key=lambda a: (a in barred, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 

@@ -22,6 +22,7 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product, quotient
+from streamfx.passes.fillers import FILLERS
 from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
 
 aten = torch.ops.aten
@@ -216,7 +217,7 @@ class _Analysis:
         touches = any(self._dims(operand) for operand in operands) or Form.WHOLE in outside
         if not touches:
             return outside
-        if node in self.axes.static and all(self._is_narrow(shape) for shape in made):
+        if node in self.axes.static and all(self._is_narrow(shape) for shape in made) and not self._is_filled_later(node):
             return outside
         signature = self.axes.signatures.get(node)
         if signature is None:
@@ -258,6 +259,10 @@ class _Analysis:
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
         width = product((others, inner))
         return len(dims) <= 1 and numeric(width) <= NARROW
+
+    def _is_filled_later(self, node: fx.Node) -> bool:
+        """Whether a value of one number is used by nothing but computed values, and can be made with these, chunk by chunk."""
+        return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
     def _is_member(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members

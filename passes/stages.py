@@ -85,7 +85,7 @@ class _Cutter:
         attentions = self.attention_intervals()
         gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
         loss = self.first_sum()
-        if loss is not None:
+        if loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products = list(accumulate(is_expensive(node) for node in self.forward))
         cuts: list[int] = []

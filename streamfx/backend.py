@@ -15,11 +15,13 @@ from streamfx.deferral import Deferral, defer_outputs
 from streamfx.errors import NotStreamed, OverBudget
 from streamfx.inductor import uses_inductor
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
 from streamfx.ir.pieces import Pieces
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.fit import fits_whole
+from streamfx.passes.linear import is_moved_elements
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
@@ -33,6 +35,8 @@ from streamfx.torch_private import (
     is_held_by_model,
     keep_saved_tensors,
     mutated_inputs,
+    size_hint,
+    static_inputs,
     tracing_undone,
 )
 
@@ -73,6 +77,7 @@ class Compilation:
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
     deferred_bytes: int = 0
+    parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
@@ -110,7 +115,7 @@ class Compilation:
             self.deferred_bytes = max(0, _result_bytes(self.module) - _result_bytes(deferral.module))
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if deferral is not None:
-            compiled = WithDeferred(compiled, deferral.plan)
+            compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
         if not self.watched:
             return compiled
         return Guarded(compiled, self.watched, self._without_patterns)
@@ -220,8 +225,40 @@ class Compilation:
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
-        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), (), self.patterns(len(inputs))))
+        weights = static_inputs() or self.parameters
+        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), weights, self.patterns(len(inputs))))
         return OuterRunner(facts.program.forward if facts.program is not None else module)
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Compiles what is asked for of deferred outputs (`runtime/in_chunks.py`), with the options that these were made with."""
+
+    options: Options
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int) -> Callable[..., Any] | None:
+        """The graph as loops; None where it makes something of half of `most` elements that is no result."""
+        options = replace(self.options, outputs="dense", strict=False, memory_budget=None)
+        compilation = Compilation(graph, options, parameters=weights)
+        run = compilation.compile(inputs)
+        program = compilation.facts[-1].program if compilation.facts else None
+        if program is None or any(2 * _numel(node) >= most for node in _between(program.forward.graph)):
+            log.info("a use of deferred outputs does not stream, and makes them whole")
+            return None
+        return run
+
+
+def _between(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph makes outside of its loops, but for its results and what these are views of."""
+    results = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in results and is_moved_elements(node):
+            results.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node.op == "call_function" and node not in results]
+
+
+def _numel(node: fx.Node) -> int:
+    return size_hint(node.meta["val"].numel()) if is_tensor(node) else 0
 
 
 def _outputs(module: fx.GraphModule) -> Sequence[Any]:

@@ -24,6 +24,7 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
+from torch.overrides import enable_reentrant_dispatch  # 2.11, 2.13
 
 __all__ = [
     "DISABLED_TORCH_FUNCTION",
@@ -52,13 +53,17 @@ __all__ = [
     "no_modes",
     "no_saved_tensor_hooks",
     "placeholder_source",
+    "reentrant_dispatch",
+    "static_inputs",
     "tracing_undone",
     "unset_fake_temporarily",
     "untraced",
+    "with_sizes",
     "wrapper_tensor",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
 ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
 SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
@@ -73,6 +78,12 @@ def keep_saved_tensors() -> None:
     metadata = getattr(context, "fw_metadata", None)
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+def static_inputs() -> list[int]:
+    """Positions of the parameters and buffers among the inputs of the graph that is being compiled (2.11, 2.13)."""
+    context = torch._guards.TracingContext.try_get()
+    return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
 
 
 def keeps_graph() -> bool:
@@ -145,6 +156,20 @@ def is_composite(operator: Any) -> bool:
 def no_dispatch() -> Any:
     """Operators inside of it do not see `__torch_dispatch__` (2.11, 2.13)."""
     return torch._C._DisableTorchDispatch()
+
+
+@contextmanager
+def reentrant_dispatch() -> Iterator[None]:
+    """Operators inside of it, which is inside of `__torch_dispatch__`, are dispatched as outside of it (2.11, 2.13).
+
+    Without modes that are not there: while a mode handles a call, it is taken off the stack, but the keys still say that it is on.
+    """
+    keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+    with enable_reentrant_dispatch():
+        if not torch._C._len_torch_dispatch_stack():
+            for key in keys:
+                torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+        yield
 
 
 def no_modes() -> Any:
@@ -227,8 +252,22 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
     return result
 
 
-def compile_for_sizes(
-    module: fx.GraphModule, like: int, shapes: Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
+Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
+
+
+def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+    """Let Inductor compile a graph for all sizes that follow from a number: see `with_sizes` (2.11, 2.13)."""
+    from torch._inductor import standalone_compile
+
+    def compiler(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
+        return compiled
+
+    return with_sizes(compiler, module, like, shapes)
+
+
+def with_sizes(
+    compiler: Compiler, module: fx.GraphModule, like: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph whose first input is a number n and whose tensors have sizes that follow from it (2.11, 2.13).
 
@@ -236,7 +275,6 @@ def compile_for_sizes(
     f(n, *tensors), and which n it holds for; it is made with the number `like` in mind.
     """
     from torch._dynamo.source import ConstantSource
-    from torch._inductor import standalone_compile
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -249,7 +287,7 @@ def compile_for_sizes(
                 torch.empty_strided(size, stride, dtype=value.dtype, device=value.device) for size, stride, value in shapes(n)
             ]
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
-            compiled = standalone_compile(module, [n, *tensors], dynamic_shapes="from_tracing_context", options={})
+            compiled = compiler(module, [n, *tensors])
     symbol = n.node.expr
     least = sizes.var_to_range[symbol].lower
     conditions = [guard.expr for guard in sizes.guards]
@@ -261,9 +299,6 @@ def compile_for_sizes(
         return bool(allowed) and all(condition.subs(symbol, number) == True for condition in conditions)  # noqa: E712  (sympy's)
 
     return compiled, holds
-
-
-Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 # -- looking without running

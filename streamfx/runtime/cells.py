@@ -2,7 +2,7 @@
 
 # NOTE [Memory shared by views]
 A view of a deferred tensor is taken of the dense memory once that exists, so a write into one is seen in the other.
-Only as long as the whole tensor has not been made may a view hold rows of its own, computed without the rest. Such a
+Only as long as the whole tensor has not been made may a view hold values of its own, computed without the rest. Such a
 copy is only ever read, by operators; the moment the whole tensor is made, which every write asks for, it is dropped.
 """
 
@@ -12,11 +12,31 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from streamfx.runtime.rebuild import Source
+
+aten = torch.ops.aten
+
+# Views that are also right on a copy of the values, whose strides may be others.
+ON_COPIES = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.dim,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -44,30 +64,55 @@ class Rows:
         return prod(len(self.of(dim)) for dim in range(len(self.shape)))
 
 
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An operator to be run later; cells stand in its arguments for deferred tensors."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def operands(self) -> list[Cell]:
+        return [item for item in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(item, Cell)]
+
+    def run(self, get: Callable[[Cell], Tensor], result: int | None) -> Tensor:
+        """One of its results, from the values that `get` gives for cells."""
+        args, kwargs = pytree.tree_map_only(Cell, get, (self.args, dict(self.kwargs)))
+        made = self.func(*args, **kwargs)
+        part: Tensor = made if result is None else made[result]
+        return part
+
+
 class Cell:
     """One dense value. `like` has its metadata, and may be a meta tensor.
 
-    It is made from a `source`, or by a `step` from the value of its `base`. Where the step is a view, both have the
-    same `root` and share memory; `rows` tells if the view is no more than some rows of the root.
+    It is made from a `source`, or is a `result` of a `step` on the values of other cells. Where the step is a view, the cell and
+    its operand have the same `root` and share memory; `rows` tells if the view is no more than some rows of the root. What is
+    made of a cell that `spreads` stays deferred, even where the cell's own value is there.
     """
 
     def __init__(
         self,
         like: Tensor,
         source: Source | None = None,
-        base: Cell | None = None,
-        step: Callable[[Tensor], Tensor] | None = None,
+        step: Step | None = None,
+        result: int | None = None,
         value: Tensor | None = None,
         rows: Rows | None = None,
         is_view: bool = False,
+        spreads: bool = False,
     ) -> None:
-        self.like, self.source, self.base, self.step, self.value, self.rows = like, source, base, step, value, rows
-        self._root: Cell | None = base.root if base is not None and is_view else None
-        self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold rows of their own
-        self._waiting: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: casts of its values, not yet made
+        self.like, self.source, self.step, self.result, self.value, self.rows = like, source, step, result, value, rows
+        self.spreads = spreads
+        operands = step.operands() if step is not None else []
+        self.depth = 1 + max((cell.depth for cell in operands), default=0)
+        self._root: Cell | None = operands[0].root if is_view else None
+        self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold values of their own
+        self._waiting: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: what is to be made of its values
         self._copied = 0  # of a root: elements computed for copies
-        if base is not None and not is_view:
-            base.root._waiting.add(self)
+        if not is_view:
+            for cell in operands:
+                cell.root._waiting.add(self)
 
     @property
     def root(self) -> Cell:
@@ -75,9 +120,18 @@ class Cell:
         return self if self._root is None else self._root
 
     @property
+    def base(self) -> Cell | None:
+        """What a view or a cast is taken of."""
+        return self.step.operands()[0] if self.step is not None else None
+
+    @property
     def is_whole(self) -> bool:
         """Whether the memory that all views share exists."""
         return self.root.value is not None
+
+    @property
+    def numel(self) -> int:
+        return self.like.numel()
 
     def read(self) -> Tensor:
         """The value, to be read only."""
@@ -96,40 +150,60 @@ class Cell:
             cell.read()
         return self.aliased()
 
+    def keep(self, value: Tensor) -> None:
+        """Take a value that was made without that of any operand."""
+        if self.root is self:
+            self._made()
+            self.value = laid_out(value, self.like)
+        else:
+            self.root._copies.add(self)
+            self.value = value
+
+    def has_rows(self) -> bool:
+        """Whether this is a view of rows that are made without the rest."""
+        return self.rows is not None and not self.is_whole and self.root._makes(self.rows)
+
     def _whole(self) -> Tensor:
-        value = self._stepped() if self.source is None else _laid_out(self.source.rebuild(), self.like)
-        if self.base is not None:
-            self.base.root._waiting.discard(self)
-            self.base = None  # a cast has its own memory
+        value = self._stepped() if self.source is None else laid_out(self.source.rebuild(), self.like)
+        self._made()
+        return value
+
+    def _made(self) -> None:
+        """The value has memory of its own now: forget where it came from, and the copies of its parts."""
+        if self.step is not None:
+            for cell in self.step.operands():
+                cell.root._waiting.discard(self)
+            self.step = None
         for cell in self._copies:
             cell.value = None
         self._copies.clear()
-        return value
 
     def _part(self) -> Tensor:
         root = self.root
-        if not self.is_whole and self.rows is not None and root._makes(self.rows):
-            value = root._rows(self.rows)
-        else:
-            value = self._stepped()
+        value = root._rows(self.rows) if self.rows is not None and self.has_rows() else self._stepped()
         if not self.is_whole:
             root._copies.add(self)
         return value
 
     def _stepped(self) -> Tensor:
-        assert self.base is not None
         assert self.step is not None
-        return self.step(self.base.read())
+        on_copies = self.root is self or self.step.func in ON_COPIES
+        return self.step.run(Cell.read if on_copies else Cell.aliased, self.result)
 
     def _makes(self, rows: Rows) -> bool:
         """Whether rows of this root are made without the rest: they can be, and add up to half of it at most."""
-        source, cell = self.source, self
-        while source is None and cell.base is not None and cell.base.root is cell.base and not cell.base.is_whole:
-            cell = cell.base
-            source = cell.source
+        cell = self
+        while cell.source is None and cell._is_cast() and (base := cell.base) is not None:
+            if base.root is not base or base.is_whole:
+                return False
+            cell = base
+        source = cell.source
         if source is None or not rows.ranges or not all(source.has_rows(dim) for dim in rows.ranges):
             return False
         return 2 * (self._copied + rows.numel()) <= prod(rows.shape)
+
+    def _is_cast(self) -> bool:
+        return self.step is not None and self.step.func is aten._to_copy.default
 
     def _rows(self, rows: Rows) -> Tensor:
         self._copied += rows.numel()
@@ -141,12 +215,11 @@ class Cell:
     def _ranges(self, ranges: Mapping[int, range]) -> Tensor:
         if self.source is not None:
             return self.source.rebuild_rows(ranges)
-        assert self.base is not None
         assert self.step is not None
-        return self.step(self.base._ranges(ranges))
+        return self.step.run(lambda cell: cell._ranges(ranges), self.result)
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+def laid_out(value: Tensor, like: Tensor) -> Tensor:
     """The value with the strides it was announced with; a kernel may choose others than its fake counterpart."""
     if all(a == b for a, b, size in zip(value.stride(), like.stride(), like.shape, strict=True) if size > 1):
         return value

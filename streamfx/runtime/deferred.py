@@ -3,30 +3,37 @@
 To the outside it is the dense tensor: sizes, strides, type, device, `requires_grad` and `grad_fn` are real. Its history
 is one autograd node that leads to the tensors it is rebuilt from, so all that autograd does with a tensor (hooks,
 `retain_grad`, in-place operators, views, custom functions) works on it as it stands. Below autograd, in
-`__torch_dispatch__`, an operator is run on the dense values of its operands; views and casts stay deferred.
+`__torch_dispatch__`, views, casts and functions of large values stay deferred (`steps.py`); what is small is made along the
+sequence (`in_chunks.py`); any other operator is run on the dense values of its operands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
-from streamfx.runtime.cells import Cell, Rows
+from streamfx.runtime.cells import Cell, Step
+from streamfx.runtime.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.runtime.rebuild import Source
+from streamfx.runtime.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, postponed, viewed, widest_below
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
     no_dispatch,
     no_modes,
+    reentrant_dispatch,
     untraced,
     wrapper_tensor,
 )
+
+# NOTE [Gradients that spread]
+# Autograd's formulas for `gather`, `max`, `topk`, an index or a slice make zeros of the operand's size out of the result's
+# gradient, without the operand. So the gradient of a small part of a large deferred tensor is made a deferred tensor itself,
+# right before the formula: what is made of it is deferred, too.
 
 aten = torch.ops.aten
 _data: Any = Tensor.data
@@ -37,6 +44,7 @@ class DeferredTensor(Tensor):
 
     _cell: Cell
     _traced: bool  # made by a compiler's tracing, which sees plain tensors only
+    _is_part = False  # small, of something large that is not there: see NOTE [Gradients that spread]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -152,7 +160,16 @@ class DeferredOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.given))
-        return (None, None, *ctx.source.gradients(gradient))
+        return (None, None, *_gradients(ctx.source, gradient))
+
+
+def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of what a deferred tensor is made from, without the dense gradient of the tensor where that is deferred."""
+    if isinstance(gradient, DeferredTensor) and widest_below(gradient._cell) and not source.is_rebuilt:
+        found = gradients_in_chunks(source, gradient._cell)
+        if found is not None:
+            return found
+    return source.gradients(gradient)
 
 
 def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
@@ -165,122 +182,98 @@ def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
 # -- operators
 
 
+def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if is_composite(func):  # inference mode shows us operators that are otherwise taken apart before
+        return func.decompose(*args, **kwargs)
+    given = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, DeferredTensor)]
+    for tensor in given:
+        _let_gradient_spread(tensor)
+    if torch.Tag.inplace_view in func.tags:
+        return _reshaped(func, args, kwargs)
+    if func._schema.is_mutable:
+        return _written(func, args, kwargs)
+    if not any(tensor._traced for tensor in given):
+        waiting = _waiting(func, args, kwargs, given)
+        if waiting is not None:
+            return waiting
+    return func(*_plain(args, _read), **_plain(kwargs, _read))
+
+
+def _waiting(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[DeferredTensor]) -> Any:
+    """The results of an operator that waits; None for one that has to be run."""
+    device = given[0].device
+    args, kwargs = _plain(tuple(args), _cell_of), _plain(dict(kwargs), _cell_of)
+    first = args[0] if args and isinstance(args[0], Cell) else None
+    if first is not None and is_view(func):
+        with reentrant_dispatch():
+            parts = viewed(func, first, args[1:], kwargs)
+        return [_tensor(part, device) for part in parts] if isinstance(parts, list) else _tensor(parts, device)
+    if first is not None and is_lazy_cast(func, first, kwargs, device):
+        return _tensor(cast(func, first, kwargs), device)
+    cells = postponed(func, args, kwargs, device)
+    if cells is None:
+        return None
+    results = [_tensor(cell, device) for cell in cells]
+    if all(is_part(cell) for cell in cells):
+        _make(cells)
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        results = [tensor if recorded else tensor._cell.value for tensor in results]  # type: ignore[misc]
+    return results[0] if len(func._schema.returns) == 1 else tuple(results)
+
+
+def _tensor(cell: Cell, device: torch.device) -> DeferredTensor:
+    tensor = DeferredTensor(cell, device)
+    tensor._is_part = is_part(cell) or is_cut_from(cell)
+    return tensor
+
+
+def _let_gradient_spread(tensor: DeferredTensor) -> None:
+    """See NOTE [Gradients that spread]; asked for when a tensor is used, since its `grad_fn` is not known when it is made."""
+    if tensor._is_part and tensor.grad_fn is not None:
+        tensor._is_part = False
+        tensor.grad_fn.register_prehook(_spreading)
+
+
+def _spreading(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def marked(gradient: Tensor) -> Tensor:
+        return DeferredTensor(Cell(gradient, value=gradient.detach(), spreads=True), gradient.device)
+
+    return tuple(marked(item) if type(item) is Tensor else item for item in gradients)
+
+
+def _make(cells: Sequence[Cell]) -> None:
+    """Give cells their values; along the sequence, if that keeps the large ones away that they are made of."""
+    with reentrant_dispatch():
+        values = made_in_chunks(cells)
+        for cell, value in zip(cells, values or (), strict=False):
+            cell.keep(value)
+        for cell in cells:
+            cell.read()
+
+
+def _cell_of(tensor: DeferredTensor) -> Cell:
+    return tensor._cell
+
+
 def _settled(tensor: DeferredTensor) -> Tensor:
     """A new plain tensor over the shared memory."""
     return tensor._cell.writable().detach()
 
 
-def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if is_composite(func):  # inference mode shows us operators that are otherwise taken apart before
-        return func.decompose(*args, **kwargs)
-    tensor = next((item for item in args if isinstance(item, DeferredTensor)), None)
-    if torch.Tag.inplace_view in func.tags:
-        return _reshaped(func, args, kwargs)
-    if func._schema.is_mutable:
-        return _written(func, args, kwargs)
-    if tensor is not None and not tensor._traced:
-        if _is_view(func):
-            return _viewed(func, tensor, args, kwargs)
-        if func is aten._to_copy.default and _is_lazy_cast(tensor, kwargs):
-            return _cast(func, tensor, kwargs)
-    return func(*_plain(args, _read), **_plain(kwargs, _read))
-
-
 def _read(tensor: DeferredTensor) -> Tensor:
-    with enable_reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
+    if is_part(tensor._cell):
+        _make([tensor._cell])
+    with reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
         return tensor._cell.read()
 
 
-def _aliased(tensor: DeferredTensor) -> Tensor:
-    with enable_reentrant_dispatch():
-        return tensor._cell.aliased()
-
-
 def _writable(tensor: DeferredTensor) -> Tensor:
-    with enable_reentrant_dispatch():
+    with reentrant_dispatch():
         return tensor._cell.writable()
 
 
-def _plain(values: Any, get: Callable[[DeferredTensor], Tensor]) -> Any:
+def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
     return pytree.tree_map_only(DeferredTensor, get, values)
-
-
-def _is_view(func: Any) -> bool:
-    """Whether a result is part of an operand's memory."""
-    return any(result.alias_info is not None for result in func._schema.returns)
-
-
-def _viewed(func: Any, tensor: DeferredTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Views of a deferred tensor are deferred (see NOTE [Memory shared by views])."""
-    cell, rest = tensor._cell, tuple(args[1:])
-    parts = func(cell.like if func in ON_COPIES and not cell.is_whole else _aliased(tensor), *rest, **kwargs)
-    if not isinstance(parts, Tensor):
-        return [_view(tensor, part, _Step(func, rest, kwargs, number)) for number, part in enumerate(parts)]
-    return _view(tensor, parts, _Step(func, rest, kwargs), _rows(func, tensor, rest))
-
-
-def _view(tensor: DeferredTensor, part: Tensor, step: _Step, rows: Rows | None = None) -> DeferredTensor:
-    value = None if part.is_meta else part
-    return DeferredTensor(Cell(part, base=tensor._cell, step=step, value=value, rows=rows, is_view=True), tensor.device)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A view, or a cast, to be taken later."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    result: int | None = None
-
-    def __call__(self, value: Tensor) -> Tensor:
-        made = self.func(value, *self.args, **self.kwargs)
-        part: Tensor = made if self.result is None else made[self.result]
-        return part
-
-
-# Views that are also right on a copy of some rows, whose strides may be others.
-ON_COPIES = frozenset(
-    {
-        aten.alias.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.squeeze.dim,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-    }
-)
-
-
-def _rows(func: Any, tensor: DeferredTensor, rest: tuple[Any, ...]) -> Rows | None:
-    """Which rows of the root a view is, where it is no more than that."""
-    cell = tensor._cell
-    rows = cell.rows if cell.root is not cell else Rows(tuple(tensor.shape), {})
-    if rows is None or func in (aten.alias.default, aten.detach.default):
-        return rows
-    if func is aten.select.int:
-        return rows.narrowed(rest[0] % tensor.dim(), rest[1])
-    if func is aten.slice.Tensor:
-        dim, start, stop, step = rest + (0, None, None, 1)[len(rest) :]
-        return rows.narrowed(dim % tensor.dim(), slice(start, stop, step))
-    return None
-
-
-def _is_lazy_cast(tensor: DeferredTensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy changes the type only, of a value that is not there yet."""
-    given = {name for name, value in kwargs.items() if value not in (None, False)}
-    same_device = kwargs.get("device") in (None, tensor.device)
-    return tensor._cell.value is None and same_device and given <= {"dtype", "device", "layout", "memory_format"}
-
-
-def _cast(func: Any, tensor: DeferredTensor, kwargs: Mapping[str, Any]) -> DeferredTensor:
-    options = {name: value for name, value in kwargs.items() if name != "device"}
-    like = func(tensor._cell.like, **options)
-    return DeferredTensor(Cell(like, base=tensor._cell, step=_Step(func, (), options)), tensor.device)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -319,5 +312,5 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         func(value, *rest, **kwargs)
         with no_dispatch():
             func(*args, **kwargs)
-        tensor._cell = Cell(value, base=tensor._cell, value=value, is_view=True)
+        tensor._cell = Cell(value, step=Step(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
     return tensor

@@ -1,12 +1,14 @@
-"""Sizes that change from chunk to chunk: what two chunks of different length tell about those of any length."""
+"""Sizes that change from call to call: what two calls of different length tell about those of any length."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 Numbers = tuple[int, ...]
 
@@ -24,6 +26,27 @@ class Family:
         n = 0 if self.at is None else numbers[self.at]
         same = all(slope * n + offset == own for slope, offset, own in zip(self.slopes, self.offsets, numbers, strict=True))
         return n if same else None
+
+
+@dataclass(frozen=True)
+class Form:
+    """Code for inputs whose sizes belong to a family, and are of those that `holds` allows."""
+
+    family: Family
+    run: Callable[..., Any]
+    holds: Callable[[int], bool]
+
+    def fits(self, numbers: Numbers) -> bool:
+        n = self.family.member(numbers)
+        return n is not None and (self.family.at is None or self.holds(n))
+
+    def call(self, numbers: Numbers, inputs: Sequence[Any]) -> Any:
+        tensors = (value for value in inputs if isinstance(value, Tensor))
+        return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
+
+
+def any_size(n: int) -> bool:
+    return True
 
 
 def single(numbers: Numbers) -> Family:
@@ -47,6 +70,12 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
         return None
     slopes = tuple(step // steps[at] for step in steps)
     return Family(slopes, tuple(a - slope * first[at] for a, slope in zip(first, slopes, strict=True)), at)
+
+
+def wider(forms: Sequence[Form], numbers: Numbers) -> Family:
+    """The family that these numbers make with others that there is a form for; else that of these alone."""
+    families = (family_of(form.family.offsets, numbers) for form in forms if form.family.at is None)
+    return next((found for found in families if found is not None), single(numbers))
 
 
 def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
@@ -82,3 +111,37 @@ def strides_of(value: Tensor) -> list[int]:
             strides[dim] = following
         following = strides[dim] * value.shape[dim]
     return strides
+
+
+def shapes_for(family: Family, n: Any, inputs: Sequence[Any]) -> list[tuple[list[Any], list[Any], Tensor]]:
+    """Sizes and strides of each tensor among the inputs for some n, a number or a symbol."""
+    numbers = iter([slope * n + offset if slope else offset for slope, offset in zip(family.slopes, family.offsets, strict=True)])
+    found = []
+    for value in inputs:
+        if isinstance(value, Tensor):
+            found.append(([next(numbers) for _ in value.shape], [next(numbers) for _ in value.shape], value))
+        else:
+            next(numbers)
+    return found
+
+
+def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph as a function of n and of tensors: the other numbers follow from n, or are constants."""
+    graph = fx.Graph()
+    n = None if family.at is None else graph.placeholder("n")
+    copies: dict[fx.Node, Any] = {}
+    position = 0
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, Tensor):
+            copies[node], position = graph.placeholder(node.name), position + 2 * value.dim()
+            continue
+        slope, copies[node], position = family.slopes[position], family.offsets[position], position + 1
+        if slope:
+            product = graph.call_function(operator.mul, (n, slope))
+            copies[node] = graph.call_function(operator.add, (product, copies[node]))
+    for node in module.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    results = module.graph.output_node().args[0]
+    graph.output(tuple(copies[node] for node in results))  # type: ignore[index,union-attr]
+    return fx.GraphModule(torch.nn.Module(), graph)

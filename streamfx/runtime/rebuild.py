@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -99,11 +99,16 @@ class _Tape:
     leaves: tuple[Tensor | None, ...]
 
 
+# Compiles a graph for inputs of which those at some positions are weights, so that it makes nothing of half as many elements as
+# given but its results; None where that is not possible.
+UseCompiler: TypeAlias = "Callable[[fx.GraphModule, list[Any], list[int], int], Callable[..., Any] | None]"
+
+
 class Source:
     """What one deferred tensor is rebuilt from. Holds only the tensors that the recipe reads."""
 
-    def __init__(self, recipe: Recipe, values: Sequence[Any]) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, values: Sequence[Any], compiler: UseCompiler | None = None) -> None:
+        self.recipe, self.compiler = recipe, compiler
         self.modes = Modes.now(recipe.device)
         self._values: list[Any] = [
             value if isinstance(given, GivenSize) else _Kept.of(given.name, value)
@@ -114,6 +119,16 @@ class Source:
     @property
     def differentiable(self) -> bool:
         return self.recipe.requires_grad and self.modes.grad
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether the dense tensor was made, and what its gradient needs is kept."""
+        return self._tape is not None
+
+    def leaves(self) -> list[int]:
+        """Positions of the given values that gradients are asked for."""
+        kept = enumerate(self._values)
+        return [i for i, value in kept if self.differentiable and isinstance(value, _Kept) and value.requires_grad]
 
     def rebuild(self) -> Tensor:
         """The dense tensor, outside of autograd; what its gradient needs is kept beside it."""
@@ -128,7 +143,7 @@ class Source:
         """The dense tensor restricted to ranges of some of its rows, outside of autograd."""
         rows = self.recipe.rows
         assert rows is not None
-        values = self._current()
+        values = self.current()
         given = values[rows.given]
         index = [slice(None)] * given.dim()
         for dim, wanted in ranges.items():
@@ -150,18 +165,17 @@ class Source:
         return tuple(None if leaf is None else next(found) for leaf in tape.leaves)
 
     def _recorded(self) -> tuple[Tensor, _Tape | None]:
-        values = self._current()
+        values = self.current()
         leaves: list[Tensor | None] = [None] * len(values)
-        for position, kept in enumerate(self._values):
-            if self.differentiable and isinstance(kept, _Kept) and kept.requires_grad:
-                values[position] = leaves[position] = kept.tensor.detach().requires_grad_()
+        for position in self.leaves():
+            values[position] = leaves[position] = values[position].detach().requires_grad_()
         with self.modes.restored(), no_saved_tensor_hooks():  # hooks of the place where it is touched
             output: Tensor = run_program(self.recipe.program, values)
         if not output.requires_grad:
             return output, None
         return output.detach(), _Tape(get_gradient_edge(output), tuple(leaves))
 
-    def _current(self) -> list[Any]:
+    def current(self) -> list[Any]:
         """The values to run the recipe on; raises if one of them is not what it was in the call."""
         for kept in self._values:
             change = kept.change() if isinstance(kept, _Kept) else None
