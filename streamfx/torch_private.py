@@ -162,7 +162,7 @@ def no_dispatch() -> Any:
 def reentrant_dispatch() -> Iterator[None]:
     """Operators inside of it, which is inside of `__torch_dispatch__`, are dispatched as outside of it (2.11, 2.13).
 
-    Without modes that are not there: while a mode handles a call, it is taken off the stack, but the keys still say that it is on.
+    Without modes that are not there: a mode is off the stack while it handles a call, but the keys still say that it is on.
     """
     keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
     with enable_reentrant_dispatch():
@@ -204,11 +204,9 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 def has_compiler(device: str) -> bool:
     """Whether Inductor finds what it needs to compile for a type of device (2.11, 2.13)."""
-    if device == "cuda":
-        from torch.utils._triton import has_triton
+    from torch.utils._triton import has_triton
 
-        return bool(has_triton())
-    return device == "cpu" and _has_cpp_compiler()
+    return bool(has_triton()) if device == "cuda" else device == "cpu" and _has_cpp_compiler()
 
 
 @functools.cache

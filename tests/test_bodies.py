@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamfx.runtime import segments
-from streamfx.runtime.segments import Form
+from streamfx.runtime.forms import Form, any_size
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
@@ -36,7 +36,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Form]]:
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in the place of compiled code."""
     monkeypatch.setattr(segments, "compile_for_one_size", lambda module, inputs: module)
-    monkeypatch.setattr(segments, "compile_for_sizes", lambda module, like, shapes: (module, segments.any_size))
+    monkeypatch.setattr(segments, "compile_for_sizes", lambda module, like, shapes: (module, any_size))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

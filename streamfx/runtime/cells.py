@@ -105,7 +105,7 @@ class Cell:
         self.like, self.source, self.step, self.result, self.value, self.rows = like, source, step, result, value, rows
         self.spreads = spreads
         operands = step.operands() if step is not None else []
-        self.depth = 1 + max((cell.depth for cell in operands), default=0)
+        self.depth: int = 1 + max((cell.depth for cell in operands), default=0)
         self._root: Cell | None = operands[0].root if is_view else None
         self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold values of their own
         self._waiting: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: what is to be made of its values

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from streamfx.runtime.cells import Cell, Step
 from streamfx.runtime.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.runtime.rebuild import Source
-from streamfx.runtime.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, postponed, viewed, widest_below
+from streamfx.runtime.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, is_wide, postponed, viewed
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
@@ -165,7 +165,7 @@ class DeferredOutput(torch.autograd.Function):
 
 def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
     """The gradients of what a deferred tensor is made from, without the dense gradient of the tensor where that is deferred."""
-    if isinstance(gradient, DeferredTensor) and widest_below(gradient._cell) and not source.is_rebuilt:
+    if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
         found = gradients_in_chunks(source, gradient._cell)
         if found is not None:
             return found

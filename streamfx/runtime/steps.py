@@ -165,10 +165,9 @@ def compacted(tensor: Tensor) -> Tensor:
 
 def _likes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Meta tensors like the results."""
+    on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
     args, kwargs = pytree.tree_map(_meta_operand, (tuple(args), dict(kwargs)))
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
-    made = func(*args, **kwargs)
+    made = func(*args, **{**kwargs, **on_meta})
     return [made] if isinstance(made, Tensor) else list(made)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from streamfx.runtime import segments, visible
+from streamfx.runtime.forms import any_size
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
 from tests.support.exactness import Report
@@ -55,7 +56,7 @@ def small_and_interpreted() -> Iterator[None]:
         mock.patch.object(visible, "LEAST_ROWS", 2),
         mock.patch.object(segments, "_forms", {}),
         mock.patch.object(segments, "compile_for_one_size", lambda graph, tensors: graph),
-        mock.patch.object(segments, "compile_for_sizes", lambda graph, like, shapes: (graph, segments.any_size)),
+        mock.patch.object(segments, "compile_for_sizes", lambda graph, like, shapes: (graph, any_size)),
     ):
         yield
 
