@@ -229,7 +229,7 @@ def _tensor(cell: Cell, device: torch.device) -> DeferredTensor:
 
 def _let_gradient_spread(tensor: DeferredTensor) -> None:
     """See NOTE [Gradients that spread]; asked for when a tensor is used, since its `grad_fn` is not known when it is made."""
-    if tensor._is_part and tensor.grad_fn is not None:
+    if tensor._is_part and torch.is_grad_enabled() and tensor.grad_fn is not None:
         tensor._is_part = False
         tensor.grad_fn.register_prehook(_spreading)
 
@@ -238,7 +238,8 @@ def _spreading(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     def marked(gradient: Tensor) -> Tensor:
         return DeferredTensor(Cell(gradient, value=gradient.detach(), spreads=True), gradient.device)
 
-    return tuple(marked(item) if type(item) is Tensor else item for item in gradients)
+    # one that has a history of its own (create_graph=True) has to keep it
+    return tuple(marked(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
 
 
 def _make(cells: Sequence[Cell]) -> None:
