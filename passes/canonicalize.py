@@ -262,9 +262,10 @@ def _mean_loss(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
     total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     count = _label_count(labels, weight, ignored, writer)
-    mean = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, total, count), dtype=_dtype(scores))
-    for user in list(node.users):
-        user.replace_all_uses_with(mean if user.args[1] == 0 else count, propagate_meta=False)
+    results = (writer.call(aten.div.Tensor, total, count), count)
+    for user in (user for user in list(node.users) if user.users):
+        own = writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(scores))  # type: ignore[index]
+        user.replace_all_uses_with(own, propagate_meta=False)
     return None
 
 

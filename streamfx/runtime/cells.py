@@ -152,6 +152,7 @@ class Cell:
 
     def keep(self, value: Tensor) -> None:
         """Take a value that was made without that of any operand."""
+        assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
         if self.root is self:
             self._made()
             self.value = laid_out(value, self.like)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from streamfx.runtime import segments, visible
+from streamfx.runtime import in_chunks, segments, steps, visible
 from streamfx.runtime.forms import any_size
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
@@ -49,11 +49,15 @@ def run(decoder: Decoder) -> Report:
 
 @contextmanager
 def small_and_interpreted() -> Iterator[None]:
-    """Masks of a few rows are taken apart as those of long chunks are; bodies are cut, joined and shared as for Inductor, whose
-    place an interpreter takes: what it would compile in seconds each runs at once.
+    """Masks of a few rows are taken apart as those of long chunks are, and uses of small logits wait as those of large ones do.
+
+    Bodies are cut, joined and shared as for Inductor, whose place an interpreter takes: what it would compile in seconds each runs
+    at once.
     """
     with (
         mock.patch.object(visible, "LEAST_ROWS", 2),
+        mock.patch.multiple(steps, LEAST=8, SMALL=2),
+        mock.patch.object(in_chunks, "_forms", {}),
         mock.patch.object(segments, "_forms", {}),
         mock.patch.object(segments, "compile_for_one_size", lambda graph, tensors: graph),
         mock.patch.object(segments, "compile_for_sizes", lambda graph, like, shapes: (graph, any_size)),

@@ -31,7 +31,7 @@ inputs = {{
     {inputs},
 }}
 options = {options}
-tolerance, reduce = {tolerance}, {reduce}
+{outside}tolerance, reduce = {tolerance}, {reduce}
 
 
 def check():
@@ -85,7 +85,8 @@ def program(decoder: Decoder) -> str:
         inputs=",\n    ".join(f'"{name}": {value}' for name, value in w.inputs.items()),
         options=_options(decoder),
         tolerance=TOLERANCES[decoder.precision],
-        reduce="lambda results: results[0]" if decoder.outputs == "loss beside logits" else "None",
+        outside=_outside(decoder),
+        reduce={"loss beside logits": "lambda results: results[0]", "logits": "outside"}.get(decoder.outputs, "None"),
         check=COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT,
     )
 
@@ -116,7 +117,7 @@ def _embed(w: Writer) -> None:
     else:
         w.inputs["ids"] = f"torch.randint({v}, ({sizes},))"
     w.inputs["labels"] = f"torch.randint({v}, ({sizes},))"
-    w.line("t = labels.shape[0]" if decoder.layout == "unbatched" else f"{w.layout.sizes} = labels.shape")
+    w.line(*_sizes(w))
     w.line("at = torch.arange(t)", "aux = 0.0", "stream = None")
     if decoder.embedding == "given":
         w.line("x = embeds")
@@ -127,6 +128,10 @@ def _embed(w: Writer) -> None:
         w.line(f"x = x + {w.embedding('position', 16, d)}(at){extra}")
     elif decoder.embedding == "two tables":
         w.line(f"x = x + 0.5 * {w.embedding('second', 3, d)}(ids % 3)")
+
+
+def _sizes(w: Writer) -> list[str]:
+    return ["t = labels.shape[0]" if w.decoder.layout == "unbatched" else f"{w.layout.sizes} = labels.shape"]
 
 
 def _result(w: Writer) -> str:
@@ -142,6 +147,17 @@ def _result(w: Writer) -> str:
     if any("aux + " in line for line in w.lines):
         w.line("loss = loss + 0.1 * aux")
     return "loss" if decoder.outputs == "loss" else "loss, logits"
+
+
+def _outside(decoder: Decoder) -> str:
+    """The loss of a decoder that returns its logits, as a function of these."""
+    if decoder.outputs != "logits":
+        return ""
+    w = Writer(decoder)
+    w.line("labels = inputs['labels']", *_sizes(w))
+    loss(w)
+    lines = "\n".join(f"    {line}" for line in [*w.lines, "return loss"])
+    return f"\n\ndef outside(logits):\n{lines}\n\n\n"
 
 
 def _options(decoder: Decoder) -> str:

@@ -113,11 +113,14 @@ def sensible(decoder: Decoder) -> Decoder:
         decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
     if decoder.precision == "bfloat16 autocast":
         decoder = replace(decoder, compiled=False)
+    if decoder.outputs == "logits":  # which wait for a loss outside of the compiled function
+        decoder = replace(decoder, compiled=decoder.precision != "bfloat16 autocast", lazy=True)
+        decoder = replace(decoder, loss="mean") if decoder.loss in ("divergence", "squares") else decoder
     if not decoder.compiled:
         decoder = replace(decoder, lazy=False, dynamic=False)
     if decoder.length == 1 and decoder.loss in ("shifted", "shifted labels"):
         decoder = replace(decoder, loss="mean")
-    if decoder.outputs in ("logits", "hidden"):
+    if decoder.outputs == "hidden":
         decoder = replace(decoder, loss="mean")
     if decoder.precision != "float64":
         decoder = replace(decoder, layers=tuple(replace(layer, rotary="none") for layer in decoder.layers))

@@ -49,6 +49,7 @@ STREAMED: dict[str, Loss] = {
     "cross entropy, shifted": lambda x, ids: F.cross_entropy(x[:, :-1].double().reshape(-1, x.shape[-1]), ids[:, 1:].reshape(-1)),
     "cross entropy, flat": lambda x, ids: F.cross_entropy(x.view(-1, x.size(-1)), ids.view(-1)),
     "label smoothing": lambda x, ids: F.cross_entropy(x.transpose(1, 2), ids, label_smoothing=0.1),
+    "sum of losses": lambda x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten(), reduction="sum", ignore_index=7),
     "weights of tokens": lambda x, ids: (F.cross_entropy(x.transpose(1, 2), ids, reduction="none") * (ids > 5)).sum(),
     "weights of classes": lambda x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten(), weight=torch.arange(x.shape[-1]).to(x)),
     "log-probabilities": lambda x, ids: -(token_logps(x, ids) * (ids > 3)).sum() / (ids > 3).sum(),
