@@ -13,7 +13,7 @@ import torch
 from benchmarks.flop_formulas import counted
 from benchmarks.live_bytes import peak_live_bytes
 from benchmarks.ways import WAYS, Way
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload, workload_called
 from examples.peak_memory import PeakMemory
 
 
@@ -40,7 +40,7 @@ class Training:
 
     @cached_property
     def work(self) -> Workload:
-        return WORKLOADS[self.workload](self.how, self.length, self.sizes, self.feed, self.dtype, self.device)
+        return workload_called(self.workload)(self.how, self.length, self.sizes, self.feed, self.dtype, self.device)
 
     @cached_property
     def loss_of(self) -> Callable[..., torch.Tensor]:
@@ -50,10 +50,7 @@ class Training:
             setattr(functorch, name, value)
         if self.how.backend is None:
             return self.work.loss
-        compiled: Callable[..., torch.Tensor] = torch.compile(
-            self.work.loss, backend=self.how.backend, options=self.compiler_options or None
-        )
-        return compiled
+        return self.work.compiled(self.how.backend, self.compiler_options)
 
     def step(self) -> float:
         loss = self.loss_of(**self.work.inputs)

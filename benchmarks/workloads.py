@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -40,6 +41,11 @@ class Workload:
 
     def loss(self, **inputs: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def compiled(self, backend: str, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+        """The loss, compiled."""
+        made: Callable[..., Tensor] = torch.compile(self.loss, backend=backend, options=dict(options) or None)
+        return made
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(self.device, TYPES[self.dtype])
@@ -182,3 +188,12 @@ class Mlp(Workload):
 
 
 WORKLOADS: dict[str, type[Workload]] = {"decoder": Decoder, "preferences": Preferences, "head": Head, "mlp": Mlp}
+
+
+def workload_called(name: str) -> type[Workload]:
+    """One of `WORKLOADS`, or "TRL", which is looked up only when it is asked for: it needs TRL."""
+    if name != "TRL":
+        return WORKLOADS[name]
+    from benchmarks.trainers import TrlStep
+
+    return TrlStep

@@ -51,8 +51,8 @@ def run(decoder: Decoder) -> Report:
 def small_and_interpreted() -> Iterator[None]:
     """Masks of a few rows are taken apart as those of long chunks are, and uses of small logits wait as those of large ones do.
 
-    Bodies are cut, joined and shared as for Inductor, whose place an interpreter takes: what it would compile in seconds each runs
-    at once.
+    Bodies are cut, joined and shared as for Inductor, whose place an interpreter takes: what it would compile in seconds each
+    runs at once.
     """
     with (
         mock.patch.object(visible, "LEAST_ROWS", 2),
