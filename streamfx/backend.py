@@ -249,12 +249,15 @@ class Uses:
 
 
 def _between(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph makes outside of its loops, but for its results and what these are views of."""
-    results = set(graph.output_node().all_input_nodes)
+    """What a graph makes outside of its loops, but for views: of inputs, and those that are its results."""
+    results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
         if node in results and is_moved_elements(node):
             results.update(node.all_input_nodes)
-    return [node for node in graph.nodes if node.op == "call_function" and node not in results]
+    for node in graph.nodes:
+        if is_moved_elements(node) and inputs.issuperset(node.all_input_nodes):
+            inputs.add(node)
+    return [node for node in graph.nodes if node.op == "call_function" and node not in results | inputs]
 
 
 def _numel(node: fx.Node) -> int:

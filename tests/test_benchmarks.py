@@ -27,6 +27,7 @@ TINY: dict[str, Any] = {
     "head_dim": 8,
 }
 DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
+TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,10 @@ DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
         (HEAD, ("checkpointing, loss in parts",)),
         (MLP, ("checkpointing", "mini-sequences")),
         (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
+        ({**TRL, "feed": "dpo"}, ("checkpointing", "streambp, eager bodies")),
+        ({**TRL, "feed": "grpo"}, ("checkpointing", "streambp, eager bodies")),
     ],
-    ids=["head", "mlp", "decoder"],
+    ids=["head", "mlp", "decoder", "TRL's DPO", "TRL's GRPO"],
 )
 def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]) -> None:
     expected = Training("eager", **spec).step()

@@ -15,6 +15,7 @@ pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
 from streamfx.integrations import enable, heads
+from streamfx.runtime import in_chunks, steps
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import (
@@ -79,8 +80,13 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert "the whole model" in str(done)
 
 
-def test_label_smoothing_of_transformers(tmp_path: Path) -> None:
+def test_label_smoothing_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer computes this loss from the logits that the model returned: it is made in chunks, as for large logits."""
+    monkeypatch.setattr(steps, "LEAST", 64)
+    monkeypatch.setattr(in_chunks, "_forms", {})
     assert_same_training(lambda: build("transformers", tmp_path, label_smoothing_factor=0.1))
+    streamed = [form for forms in in_chunks._forms.values() for form in forms if form.run is not in_chunks._nothing]
+    assert len(streamed) >= 3  # two sums and the gradients
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
