@@ -210,13 +210,30 @@ def written_logits(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def written_before_any_use(logits: Tensor) -> Tensor:
+    part, whole = logits[:, 2], logits.view(-1, VOCABULARY)
+    logits.mul_(2.0).add_(logits)
+    first = whole.amax(-1)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    return torch.cat([first, whole.amax(-1), part.sum(-1)])
+
+
+@torch.no_grad()
+def written_with_a_view_of_itself(logits: Tensor) -> Tensor:
+    logits.add_(logits.flip(0)).mul_(logits.detach())
+    return logits.sum(-1)
+
+
+@torch.no_grad()
 def written_views(logits: Tensor) -> Tensor:
     maximum = logits.view(-1, VOCABULARY).amax(-1)
     logits[:, 0].zero_()
     return torch.cat([maximum, logits.view(-1, VOCABULARY).amax(-1)])
 
 
-@pytest.mark.parametrize("function", [written_operands, written_logits, written_views])
+@pytest.mark.parametrize(
+    "function", [written_operands, written_logits, written_views, written_before_any_use, written_with_a_view_of_itself]
+)
 def test_writes_are_seen_as_by_plain_tensors(function: Callable[[Tensor], Tensor]) -> None:
     (_, ours), (_, theirs) = lazy_and_dense()
     torch.testing.assert_close(function(ours), function(theirs), rtol=1e-12, atol=1e-12)

@@ -160,17 +160,31 @@ class Cell:
             self.root._copies.add(self)
             self.value = value
 
+    def before_a_write(self) -> Cell | None:
+        """A cell with what this one holds now; None where that is there already, or where something waits for it."""
+        if self.root is not self or self.value is not None or any(True for _ in self._waiting):
+            return None
+        return Cell(self.like, source=self.source, step=self.step, result=self.result)
+
+    def write(self, step: Step) -> None:
+        """Hold the result of a step from now on; views see it, too."""
+        self._made()
+        self.source, self.step, self.result = None, step, None
+        self.depth = 1 + max(cell.depth for cell in step.operands())
+        for cell in step.operands():
+            cell.root._waiting.add(self)
+
     def has_rows(self) -> bool:
         """Whether this is a view of rows that are made without the rest."""
         return self.rows is not None and not self.is_whole and self.root._makes(self.rows)
 
     def _whole(self) -> Tensor:
-        value = self._stepped() if self.source is None else laid_out(self.source.rebuild(), self.like)
+        value = laid_out(self._stepped() if self.source is None else self.source.rebuild(), self.like)
         self._made()
         return value
 
     def _made(self) -> None:
-        """The value has memory of its own now: forget where it came from, and the copies of its parts."""
+        """The value is another, or has memory of its own now: forget where it came from, and the copies of its parts."""
         if self.step is not None:
             for cell in self.step.operands():
                 cell.root._waiting.discard(self)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from streamfx.runtime.cells import Cell, Step
 from streamfx.runtime.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.runtime.rebuild import Source
-from streamfx.runtime.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, is_wide, postponed, viewed
+from streamfx.runtime.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, is_wide, overwritten, postponed, viewed
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
@@ -279,6 +279,10 @@ def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that write: into the shared memory. What they return is the tensor that they were given."""
+    target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
+    if target is not None and not target._traced:
+        if overwritten(func, target._cell, _plain(tuple(rest), _cell_of), _plain(dict(kwargs), _cell_of), target.device):
+            return target
     given: dict[int, DeferredTensor] = {}
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
 

@@ -136,6 +136,36 @@ def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
     return [Cell(like, step=step, result=number if several else None) for number, like in enumerate(likes)]
 
 
+def overwritten(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Let a large value that is not there be that of an operator which writes into it, if nothing else has seen it.
+
+    `args` are those after the value, cells in place of deferred tensors.
+    """
+    function = _function_of(func)
+    others = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, Cell) and item is not cell]
+    if function is None or not is_wide(cell) or any(other.root is cell for other in others):
+        return False
+    before = cell.before_a_write()
+    if before is None:
+        return False
+    args, kwargs = pytree.tree_map(lambda item: before if item is cell else item, (tuple(args), dict(kwargs)))
+    made = postponed(function, (before, *args), kwargs, device)
+    if made is None or len(made) != 1 or (made[0].like.dtype, made[0].like.shape) != (cell.like.dtype, cell.like.shape):
+        return False
+    assert made[0].step is not None
+    cell.write(made[0].step)
+    return True
+
+
+def _function_of(func: Any) -> Any:
+    """`aten.div.Tensor` for `aten.div_.Tensor`; None where there is none, or more than the first argument is written."""
+    namespace, _, name = func._schema.name.partition("::")
+    written = [i for i, argument in enumerate(func._schema.arguments) if argument.alias_info and argument.alias_info.is_write]
+    if namespace != "aten" or not name.endswith("_") or written != [0]:
+        return None
+    return getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+
+
 def _is_function(func: Any, kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Whether results follow from the operands, have memory of their own, and lie on the device of the deferred tensor."""
     tensors = all(str(result.type) == "Tensor" for result in func._schema.returns)

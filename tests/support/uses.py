@@ -60,6 +60,9 @@ STREAMED: dict[str, Loss] = {
     "entropy": lambda x, ids: (entropy(x) * token_logps(x, ids).exp()).mean(),
     "z-loss": lambda x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten()) + 1e-2 * x.logsumexp(-1).square().mean(),
     "temperature": lambda x, ids: F.cross_entropy((x / x.new_tensor(0.7)).flatten(0, 1), ids.flatten()),
+    "written to": lambda x, ids: F.cross_entropy((x * 1).div_(2.0).flatten(0, 1), ids.flatten()),
+    "written to at once": lambda x, ids: F.cross_entropy(x.div_(0.7).flatten(0, 1), ids.flatten()),
+    "norms": lambda x, ids: x.norm(dim=-1).sum(),
     "top-k": lambda x, ids: (x / 2).topk(3, -1).values.sum(),
     "maximum": lambda x, ids: x.max(-1).values.sum() + x.amax(-1).square().mean(),
     "last token": lambda x, ids: F.cross_entropy(x[:, -1], ids[:, 0]),
@@ -77,6 +80,5 @@ WHOLE: dict[str, Loss] = {
         ]
     ).sum(),
     "one-hot": lambda x, ids: -(F.one_hot(ids, x.shape[-1]) * x.log_softmax(-1)).sum(-1).mean(),
-    "written to": lambda x, ids: F.cross_entropy((x * 1).div_(2.0).flatten(0, 1), ids.flatten()),
     "dropout": lambda x, ids: F.cross_entropy(F.dropout(x, 0.0).flatten(0, 1), ids.flatten()),
 }
