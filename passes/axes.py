@@ -203,7 +203,7 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 def _is_static_input(node: fx.Node) -> bool:
     value: torch.Tensor = node.meta["val"]
-    is_vector = sum(size != 1 for size in value.shape) <= 1
+    is_vector = sum(not isinstance(size, int) or size != 1 for size in value.shape) <= 1
     return not (value.is_floating_point() or value.is_complex()) or is_vector
 
 

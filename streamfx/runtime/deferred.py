@@ -280,9 +280,8 @@ def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that write: into the shared memory. What they return is the tensor that they were given."""
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
-    if target is not None and not target._traced:
-        if overwritten(func, target._cell, _plain(tuple(rest), _cell_of), _plain(dict(kwargs), _cell_of), target.device):
-            return target
+    if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
+        return target
     given: dict[int, DeferredTensor] = {}
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
 
@@ -297,6 +296,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in given.values():
         torch.autograd.graph.increment_version(tensor._cell.read())
     return pytree.tree_map_only(Tensor, lambda value: given.get(id(value), value), result)
+
+
+def _overwritten(func: Any, target: DeferredTensor, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return overwritten(func, target._cell, _plain(tuple(rest), _cell_of), _plain(dict(kwargs), _cell_of), target.device)
 
 
 def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
