@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -295,6 +297,25 @@ def test_a_changed_weight_is_noticed() -> None:
         network.head.weight.mul_(1.0)
     with pytest.raises(StaleOutput, match=r"head.weight was changed in place since the call"):
         value.backward()
+
+
+def test_nothing_is_kept_after_the_last_reference() -> None:
+    """Neither the expression nor what it was made from: not by what was compiled for it, either."""
+    network, ids = model(), some_ids()
+    gc.disable()
+    try:
+        logits = torch.compile(network, backend="streambp", options=OPTIONS)(ids)
+        hidden = logits._cell.source.current()
+        value = token_logps(logits, ids).sum() + logits.logsumexp(-1).mean()
+        references = [weakref.ref(item) for item in (logits._cell, logits._cell.source)]
+        memory = [item.untyped_storage()._weak_ref() for item in hidden if isinstance(item, Tensor) and item.dim() == 3]
+        value.backward()
+        del logits, value, hidden
+        assert all(reference() is None for reference in references)
+        assert len(memory) == 1
+        assert torch.UntypedStorage._expired(memory[0])  # type: ignore[attr-defined]
+    finally:
+        gc.enable()
 
 
 def test_programs_that_never_repeat_are_not_compiled_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
