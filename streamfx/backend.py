@@ -18,7 +18,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.pieces import Pieces
 from streamfx.log import log
-from streamfx.options import Options, resolved
+from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.fit import fits_whole
 from streamfx.passes.linear import is_moved_elements
@@ -63,6 +63,7 @@ def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend: a Dynamo graph and its inputs in, a callable with the same results out."""
+    check_mode(mode)
     return Compilation(module, resolved(options)).compile(example_inputs)
 
 

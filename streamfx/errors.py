@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import shorten
 from types import MappingProxyType
+
+LONGEST = 300  # letters of what another's error says
 
 
 class StreamFXError(Exception):
@@ -14,6 +17,11 @@ class StreamFXError(Exception):
         lines = [asked]
         lines += [f"  {label:<6}{text}" for label, text in (("found", found), ("where", where), ("do", do)) if text]
         super().__init__("\n".join(lines))
+
+
+def told(error: BaseException) -> str:
+    """Another's error in a line: its kind, and the beginning of what it says."""
+    return shorten(f"{type(error).__name__}: {error}", LONGEST, placeholder=" ...")
 
 
 class OptionError(StreamFXError, ValueError):

@@ -121,6 +121,16 @@ def _check(name: Any, value: Any, origin: str) -> None:
         )
 
 
+def check_mode(mode: Any) -> None:
+    """`torch.compile(..., mode=...)` names settings of Inductor; here there are none to name."""
+    if mode not in (None, "default"):
+        raise OptionError(
+            f"backend='streambp' has no mode {mode!r}",
+            found=f"torch.compile(..., mode={mode!r})",
+            do="leave mode out; what can be set are options={...}: " + ", ".join(NAMES),
+        )
+
+
 def from_environment() -> dict[str, Any]:
     text = os.environ.get(ENVIRONMENT, "")
     if not text.strip():

@@ -26,6 +26,8 @@ from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.overrides import enable_reentrant_dispatch  # 2.11, 2.13
 
+from streamfx.errors import StreamFXError
+
 __all__ = [
     "DISABLED_TORCH_FUNCTION",
     "ENTER_AUTOCAST",
@@ -339,6 +341,29 @@ def isolated() -> dict[str, Any]:
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
+def cause_of(error: BaseException) -> Exception | None:
+    """What a compilation failed of: a refusal of the backend, or an error of the model's own; None for all others (2.11, 2.13).
+
+    Dynamo wraps both. The place in the model becomes a note of the model's error, whose own traceback is that of the tracer.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+
+    if isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        return inner if isinstance(inner, StreamFXError) else None
+    if not isinstance(error, TorchRuntimeError):
+        return None
+    cause: BaseException | None = error
+    while isinstance(cause, TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, Exception):
+        return None
+    if error.real_stack and hasattr(cause, "add_note"):  # Python 3.11
+        frame = error.real_stack[-1]
+        cause.add_note(f'found while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')
+    return cause
+
+
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
@@ -361,6 +386,18 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@contextmanager
+def quiet_tracer() -> Iterator[None]:
+    """Errors of fake tensors are raised, and not logged with a traceback before that (2.11, 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -44,6 +44,30 @@ def alone():
 
 def nothing():
     return None
+
+
+class Wrong(Mean):
+    def forward(self, x):
+        raise KeyError("in forward")
+
+
+def wrong():
+    return Wrong(), (torch.randn(2, 32, 8),)
+
+
+def shapes():
+    return Mean(), (torch.randn(2, 32, 9),)
+
+
+def pair():
+    return None, (torch.randn(2),)
+
+
+def fails():
+    raise RuntimeError("in the factory")
+
+
+CONSTANT = 3
 """
 
 
@@ -54,6 +78,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes = {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
     (tmp_path / "factories_of_a_user.py").write_text(FACTORY)
+    (tmp_path / "broken_module_of_a_user.py").write_text("def f(:")
+    for name, content in (("encoder", {"model_type": "t5"}), ("odd", {**values, **sizes, "num_attention_heads": 5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -97,6 +125,21 @@ def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, ca
         (["verify", "no_such_module:made"], "No module named"),
         (["verify", "factories_of_a_user:alone"], "without arguments"),
         (["verify", "factories_of_a_user:nothing"], "a function that returns a model"),
+        (["verify", "factories_of_a_user:pair"], "a tuple of NoneType, tuple"),
+        (["verify", "factories_of_a_user:CONSTANT"], "found a int"),
+        (["verify", "factories_of_a_user:fails"], "found RuntimeError: in the factory\n  where "),
+        (["verify", "factories_of_a_user:wrong"], "in eager, without the backend, it raises KeyError: 'in forward'"),
+        (["explain", "factories_of_a_user:wrong"], "found KeyError: 'in forward'"),
+        (["verify", "factories_of_a_user:shapes"], "shapes cannot be multiplied"),
+        (["explain", "factories_of_a_user:shapes"], "must have same reduction dim"),
+        (["verify", "broken_module_of_a_user:made"], "found SyntaxError"),
+        (["verify", ":made"], "there is no ':made'"),
+        (["verify", "encoder"], "makes no causal language model"),
+        (["explain", "odd"], "not a multiple of the number of attention heads"),
+        (["plan", "encoder"], "makes no causal language model"),
+        (["verify", ".", "--options", '{"memory_budget": 3}'], "less than any plan"),
+        (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
+        (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
         (["explain", ".", "--options", "{"], "--options must be JSON"),
         (["explain", ".", "--options", '{"chunks": 3}'], "did you mean"),
         (["explain", ".", "--seq", "1"], "--seq is 2 or more"),
@@ -107,6 +150,22 @@ def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pyte
     shown = capsys.readouterr()
     assert message in shown.err and not shown.out
     assert "Traceback" not in shown.err
+
+
+def test_weights_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").write_text("no weights")
+    assert main(["verify", str(folder), "--seq", "16"]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+    assert main(["verify", str(folder), "--seq", "16", "--layers", "1"]) == 0
+
+
+def test_a_broken_entry_point_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib import metadata
+
+    broken = metadata.EntryPoint("streambp", "no_such_module:streambp", "torch_dynamo_backends")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: (broken,))
+    assert main(["doctor"]) == 3
+    assert "broken (no_such_module:streambp, ModuleNotFoundError" in capsys.readouterr().out
 
 
 def test_wrong_usage() -> None:

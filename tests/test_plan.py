@@ -200,7 +200,8 @@ def test_a_length_that_fits_is_found() -> None:
         (["Qwen3-8B", "--memory", "much"], "memory cannot be 'much'"),
         (["Qwen3-8B", "--device", "abacus"], "no rates of a device 'abacus'"),
         (["Qwen3-8B", "--max-length"], "within which memory"),
-        (["Qwen3-8B", "--batch", "0"], "at least one sequence"),
+        (["Qwen3-8B", "--batch", "0"], "batch cannot be 0"),
+        (["Qwen3-8B", "--lora-rank", "-1"], "lora_rank cannot be -1"),
     ],
 )
 def test_refusals_are_short(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,9 +215,39 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text('{"model_type": "no such type"}')
     (tmp_path / "empty.json").write_text("{}")
-    for name, said in (("bad", "not JSON"), ("other", "of no type"), ("empty", "has no model_type")):
+    (tmp_path / "encoder.json").write_text('{"model_type": "t5"}')
+    for name, said in (
+        ("bad", "not JSON"),
+        ("other", "is no configuration that"),
+        ("encoder", "makes no causal language model"),
+        ("empty", "has no model_type"),
+    ):
         with pytest.raises(streamfx.PlanError, match=said):
             built(tmp_path / f"{name}.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seq": "4096"}, "seq cannot be '4096'"),
+        ({"batch": True}, "batch cannot be True"),
+        ({"dtype": "int8"}, "no type 'int8'"),
+        ({"group": 0}, "group cannot be 0"),
+        ({"inputs": {"ids": 3}}, "inputs cannot be a dict"),
+        ({"device": 3}, "no rates of a device 3"),
+        ({"options": {"chunks": 3}}, "streamfx.plan.* has no option 'chunks'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((streamfx.PlanError, streamfx.OptionError), match=said):
+        streamfx.plan(TINY, **given)
+
+
+def test_models_that_cannot_be_planned() -> None:
+    for given, said in ((None, "a NoneType is no configuration"), (nn.Linear(2, 2), "parameters with data")):
+        with pytest.raises(streamfx.PlanError, match=said):
+            streamfx.plan(given)
 
 
 # -- real sizes

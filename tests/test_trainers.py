@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
-from streamfx.integrations import enable, heads
+from streamfx.integrations import enable, heads, versions
 from streamfx.runtime import in_chunks, steps
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build
@@ -193,10 +194,58 @@ def test_the_official_way_is_closed(tmp_path: Path) -> None:
     """accelerate lists the backends that it knows: docs/trainers.md says what to do."""
     from accelerate.utils import TorchDynamoPlugin
 
-    with pytest.raises(ValueError, match="STREAMBP"):
-        build("transformers", tmp_path, torch_compile_backend="streambp")
-    with pytest.raises(ValueError, match="STREAMBP"):
+    with pytest.raises(ValueError, match="'STREAMBP' is not a valid DynamoBackend"):
+        build("transformers", tmp_path, torch_compile=True, torch_compile_backend="streambp")
+    with pytest.raises(ValueError, match="'STREAMBP' is not a valid DynamoBackend"):
         TorchDynamoPlugin(backend="streambp")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("trl", "1.14.2"), ("transformers", "4.57.1"), ("accelerate", "1.0.0"), ("peft", "0.18.1")]
+)
+def test_libraries_that_are_too_old(name: str, found: str, tmp_path: Path, peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is named with what was found and what to install, and nothing is compiled; others do not matter."""
+    pytest.importorskip("trl")
+    trainer = build("sft", tmp_path, peft=lora(peft))
+    monkeypatch.setattr(versions, "_version", lambda asked: found if asked == name else "99.0")
+    with pytest.raises(IntegrationError, match=rf"(?s){name} {found}, which \w+ comes from.*pip install '{name}>="):
+        enable(trainer)
+    assert all(module._compiled_call_impl is None for module in trainer.model.modules())
+    monkeypatch.setattr(versions, "_version", lambda asked: found if asked == "lightning" else None)  # a checkout: no version
+    with enable(trainer) as done:
+        assert done.is_enabled
+
+
+def test_the_least_versions_are_those_that_are_installed() -> None:
+    """One table: the extra asks for what `enable` asks for."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    extra = text.split("\ntrainers = [", 1)[1].split("\n]", 1)[0]
+    asked = dict(re.findall(r'"(\w+)>=([\d.]+)', extra))
+    assert {name: asked[name] for name in versions.LEAST} == versions.LEAST
+
+
+def test_a_step_that_fails_can_be_followed_by_others(tmp_path: Path) -> None:
+    """Labels of another shape in the second of three steps: eager's error, and the rest is what it is without that step."""
+    plain, streamed = build("transformers", tmp_path, max_steps=2), build("transformers", tmp_path, max_steps=2)
+    collate, calls = streamed.data_collator, []
+
+    def wrong(rows: Any) -> Any:
+        calls.append(1)
+        batch = collate(rows)
+        return {**batch, "labels": batch["labels"][:, 1:]} if len(calls) == 1 else batch
+
+    torch.manual_seed(3)
+    plain.train()
+    before = weights(streamed.model)
+    streamed.data_collator = wrong
+    with enabled(streamed):
+        with pytest.raises(ValueError, match="to match target batch_size"):
+            streamed.train()
+        assert_same_weights(weights(streamed.model), before, 0.0)
+        assert streamed.model.training and all(parameter.grad is None for parameter in streamed.model.parameters())
+        torch.manual_seed(3)
+        streamed.train()
+    assert_same_weights(weights(streamed.model), weights(plain.model), 1e-5)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -120,6 +120,18 @@ def test_errors_say_what_to_do() -> None:
         streamfx.verify(Causal(), IDS, IDS, loss=lambda out: torch.stack((out, out)))
     with pytest.raises(streamfx.NotComparable, match="has no loss"):
         streamfx.verify(lambda ids: ids + 1, IDS)
+    with pytest.raises(streamfx.NotComparable, match="a str, which cannot be called"):
+        streamfx.verify("model", IDS)  # type: ignore[arg-type]
+    with pytest.raises(streamfx.NotComparable, match="loss is a str"):
+        streamfx.verify(Causal(), IDS, IDS, loss="mean")  # type: ignore[arg-type]
+    with pytest.raises(
+        streamfx.NotComparable, match="in eager, without the backend, it raises ValueError: Expected input batch_size"
+    ):
+        streamfx.verify(Causal(), IDS, IDS[:, 1:])
+    with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
+        streamfx.verify(Causal(), IDS, IDS, options={"chunksize": 2})
+    with pytest.raises(streamfx.OverBudget, match="less than any plan"):
+        streamfx.verify(Causal(), IDS, IDS, options={"memory_budget": 3})
 
 
 def test_a_gradient_of_rounding_errors_has_no_digits_to_compare() -> None:

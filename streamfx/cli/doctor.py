@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.cli.codes import NOT_SO, Answer
+from streamfx.errors import told
 from streamfx.report.verify import verify
 from streamfx.runtime.kernels import KERNELS
 
@@ -73,7 +74,11 @@ def _entry_point() -> str:
     found = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
     if not found:
         return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
-    return "found" if found[0].load() is streamfx.streambp else f"another package's: {found[0].value}"
+    try:
+        loaded = found[0].load()
+    except Exception as error:
+        return f"broken ({found[0].value}, {told(error)}): install streamfx anew"
+    return "found" if loaded is streamfx.streambp else f"another package's: {found[0].value}"
 
 
 class Small(nn.Module):

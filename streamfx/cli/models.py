@@ -6,17 +6,20 @@ import argparse
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from streamfx.errors import ModelError
-from streamfx.planner.models import TYPES, builtin_names, configuration
+from streamfx.errors import ModelError, told
+from streamfx.planner.models import TYPES, builtin_names, configuration, language_model
 
 SOURCES = "a Hugging Face folder, its config.json, the name of a shipped configuration, or package.module:factory"
+
+EXAMPLE = 'write for example {"chunk_size": 1024}'
+RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -> None:
@@ -38,13 +41,15 @@ def options_of(arguments: argparse.Namespace) -> Any:
     try:
         return json.loads(arguments.options)
     except json.JSONDecodeError as error:
-        raise ModelError("--options must be JSON", found=f"{arguments.options!r}: {error}", do='{"chunk_size": 1024}') from None
+        raise ModelError("--options must be JSON", found=f"{arguments.options!r}: {error}", do=EXAMPLE) from None
 
 
 def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The model and what to call it with; `device` may be "meta" where nothing is computed."""
     if arguments.seq < 2 or arguments.batch < 1:
         raise ModelError("--seq is 2 or more and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
+    if arguments.layers is not None and arguments.layers < 1:
+        raise ModelError("--layers is 1 or more", found=str(arguments.layers))
     if ":" in arguments.model and not Path(arguments.model).exists():
         return _from_factory(arguments)
     model = _hugging_face(arguments, device)
@@ -55,8 +60,6 @@ def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callab
 
 
 def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
     config = configuration(arguments.model)
     config = getattr(config, "get_text_config", lambda: config)()
     if arguments.layers is not None:
@@ -66,11 +69,19 @@ def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
     dtype = {**TYPES, "float64": torch.float64}[arguments.dtype]
     folder = Path(arguments.model)
     if device != "meta" and arguments.layers is None and folder.is_dir() and any(folder.glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+        return _with_weights(folder, dtype)
     torch.manual_seed(0)
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.train()
+    return language_model(config, dtype, device)
+
+
+def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    except Exception as error:
+        do = "look at the weights, or use --layers: a model with few layers is made with new ones"
+        raise ModelError(f"the model in {folder} cannot be loaded", found=told(error), do=do) from error
 
 
 def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -81,19 +92,41 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
         sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         do = "write package.module:factory, where the module can be imported from here"
         raise ModelError(f"there is no {arguments.model!r}", found=str(error), do=do) from None
-    made = factory()
-    if isinstance(made, tuple) and len(made) == 2:
+    except Exception as error:
+        do = f"python -c 'import {module_name}' shows all of it"
+        raise ModelError(f"{module_name} cannot be imported", found=told(error), where=place_of(error), do=do) from error
+    if not callable(factory):
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=f"a {type(factory).__name__}", do=RETURN)
+    try:
+        made = factory()
+    except Exception as error:
+        do = "call it without arguments, and see"
+        raise ModelError(f"{arguments.model} makes no model", found=told(error), where=place_of(error), do=do) from error
+    return _model_and_arguments(arguments, made)
+
+
+def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a factory has made, in the form that it is used in; ids are drawn where it gives no arguments."""
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (Mapping, tuple, list)):
         model, given = made
         return (model, (), dict(given)) if isinstance(given, Mapping) else (model, tuple(given), {})
     if not callable(made):
-        do = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
-        raise ModelError(f"{arguments.model} is a function that returns a model", found=type(made).__name__, do=do)
+        kinds = (
+            f"a tuple of {', '.join(type(item).__name__ for item in made)}" if isinstance(made, tuple) else type(made).__name__
+        )
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=kinds, do=RETURN)
     vocabulary = getattr(getattr(made, "config", None), "vocab_size", None)
     if vocabulary is None:
         do = "return (model, {...}) with the arguments of the call: this model has no config.vocab_size to draw ids from"
         raise ModelError(f"{arguments.model} returned a model without arguments", found=type(made).__name__, do=do)
     ids = torch.randint(0, vocabulary, (arguments.batch, arguments.seq), generator=torch.Generator().manual_seed(0))
     return made, (), {"input_ids": ids, "labels": ids}
+
+
+def place_of(error: BaseException) -> str:
+    """File and line that raised an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

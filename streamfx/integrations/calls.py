@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamfx.backend import streambp
-from streamfx.torch_private import isolated
+from streamfx.torch_private import cause_of, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it
@@ -36,8 +36,15 @@ class Calls:
             return self.module._call_impl(*args, **kwargs)
         self.compiled += 1
         keeps_cache = not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
+        call = self._whole if keeps_cache else self._without_cache
         with in_one_graph(), without_checkpointing(self.module):
-            return (self._whole if keeps_cache else self._without_cache)(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                cause = cause_of(error)
+                if cause is None:
+                    raise
+        raise cause  # out here: not "during handling" of the compiler's error, which only wraps it
 
 
 def generates(arguments: Mapping[str, Any]) -> bool:
@@ -68,19 +75,23 @@ def in_one_graph() -> AbstractContextManager[None]:
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Switches a model's own checkpointing off: the backend makes activations again by itself, and would not do it twice."""
     modules = [part for part in module.modules() if part.__dict__.get("gradient_checkpointing")]
-    hooks = [(part._forward_hooks, key, hook) for part in module.modules() if modules for key, hook in _own_hooks(part)]
+    places = [part._forward_hooks for part in module.modules() if modules and any(map(_is_own, part._forward_hooks.values()))]
+    kept = [(place, dict(place)) for place in places]
     for part in modules:
         part.gradient_checkpointing = False  # type: ignore[assignment]
-    for place, key, _ in hooks:
-        del place[key]
+    for place, before in kept:
+        for key in [key for key, hook in before.items() if _is_own(hook)]:
+            del place[key]
     try:
         yield
     finally:
         for part in modules:
             part.gradient_checkpointing = True  # type: ignore[assignment]
-        for place, key, hook in hooks:
-            place[key] = hook
+        for place, before in kept:  # in their order, and without hooks that the call has removed
+            now = dict(place)
+            place.clear()
+            place.update({**{key: hook for key, hook in before.items() if key in now or _is_own(hook)}, **now})
 
 
-def _own_hooks(module: nn.Module) -> list[tuple[int, Any]]:
-    return [(key, hook) for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) == HOOK]
+def _is_own(hook: Any) -> bool:
+    return getattr(hook, "__name__", None) == HOOK

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamfx.errors import IntegrationError
+from streamfx.errors import IntegrationError, OptionError
 from streamfx.integrations.calls import Calls
 from streamfx.integrations.targets import Target
 from streamfx.options import checked
+
+ORIGIN = "streamfx.integrations.enable(...)"
 
 
 class Enabled:
     """Modules that run through the backend until `disable` is called."""
 
     def __init__(self, targets: Sequence[Target], options: Mapping[str, Any], dynamic: bool | None) -> None:
-        self.options = checked(options, "streamfx.integrations.enable(...)")
+        self.options = _checked(options, dynamic)
         for target in targets:
             if target.module._compiled_call_impl is not None:
                 raise IntegrationError(
@@ -57,3 +59,18 @@ class Enabled:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _checked(options: Mapping[str, Any], dynamic: Any) -> dict[str, Any]:
+    """The backend's options, named one by one; raises before anything is compiled."""
+    if "options" in options:
+        raise OptionError(
+            f"{ORIGIN} takes options by their names", found=f"options={options['options']!r}", do="write chunk_size=1024"
+        )
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise OptionError(
+            f"dynamic of {ORIGIN} cannot be {dynamic!r}",
+            found=f"{dynamic!r} ({type(dynamic).__name__})",
+            do="give True (one graph for all lengths), False (a graph for each), or None (torch.compile's default)",
+        )
+    return checked(options, ORIGIN)

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError
 from streamfx.integrations.heads import Head, head_of
+from streamfx.integrations.versions import check_versions
 from streamfx.torch_private import is_compiled
 
 ASKED = "streamfx.integrations.enable takes a module, or a trainer that has one"
@@ -36,7 +38,9 @@ class Target:
 def targets_of(given: Any) -> list[Target]:
     """The modules to compile, each once."""
     found: dict[nn.Module, Target] = {}
-    for name, model in _models_of(given):
+    models = list(_models_of(given))
+    check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
+    for name, model in models:
         target = _target(name, _unwrapped(model))
         found.setdefault(target.module, target)
     return list(found.values())
@@ -70,6 +74,8 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _described(given: Any) -> str:
+    if isinstance(given, type):
+        return f"class ({given.__name__}), not an object of it"
     name = type(given).__name__
     return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
 
@@ -81,6 +87,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             "streamfx.integrations.enable compiles a module in place, and this one is compiled already",
             found="the result of torch.compile(module)",
             do="give the module itself: compiled by a wrapper, it would also be saved with other keys",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise IntegrationError(
+            "streamfx.integrations.enable compiles a module in place, and torch.compile cannot look into this one",
+            found=f"a {type(model).__name__} of torch.jit",
+            do="give the module that it was scripted or traced from",
         )
     if isinstance(model, PARALLEL):
         return _unwrapped(model.module)

@@ -41,7 +41,7 @@ def device_called(name: str) -> Device:
     if name == "here":
         return measured()
     known = {key.lower(): key for key in PUBLISHED}
-    if name.lower() not in known:
+    if str(name).lower() not in known:
         raise PlanError(f"there are no rates of a device {name!r}", do=f"give one of {', '.join(PUBLISHED)}, or here")
     flops, bandwidth = PUBLISHED[known[name.lower()]]
     return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from streamfx.errors import PlanError
+from streamfx.errors import PlanError, told
 
 FOLDER = Path(__file__).parent / "configurations"
+KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is shipped), or an nn.Module"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -27,6 +29,8 @@ def configuration(source: Any) -> Any:
     if isinstance(source, Mapping):
         return _of_mapping(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
+        if not hasattr(source, "model_type"):
+            raise PlanError(f"a {type(source).__name__} is no configuration", do=f"give {KINDS}")
         return source
     path = Path(source)
     if path.is_dir():
@@ -49,6 +53,7 @@ def configuration(source: Any) -> Any:
 
 def _of_mapping(values: dict[str, Any], origin: str) -> Any:
     try:
+        import transformers
         from transformers import AutoConfig
     except ImportError:
         raise PlanError("a configuration needs transformers", do="pip install 'streamfx[plan]'") from None
@@ -56,24 +61,35 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
         raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
     try:
         return AutoConfig.for_model(**values)
-    except ValueError as error:
-        found = str(error).split("\n", 1)[0]
-        raise PlanError(f"{origin} is of no type that the installed transformers knows", found=found) from None
+    except Exception as error:
+        asked = f"{origin} is no configuration that the installed transformers ({transformers.__version__}) can read"
+        raise PlanError(asked, found=told(error), do="check its model_type and its sizes") from None
 
 
 def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
     """The model of a configuration on the meta device, with or without adapters; a model as it is."""
-    model = source if isinstance(source, nn.Module) else _from_configuration(configuration(source), TYPES[dtype])
+    model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
+    if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
+        raise PlanError(
+            "a model is planned on the meta device", found="parameters with data", do="make it under torch.device('meta')"
+        )
     return model if lora_rank is None else with_adapters(model, lora_rank)
 
 
-def _from_configuration(config: Any, dtype: torch.dtype) -> nn.Module:
+def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+    """The causal language model of a configuration, or of the text part of it, with new parameters."""
     from transformers import AutoModelForCausalLM
 
     config = getattr(config, "get_text_config", lambda: config)()
     config.use_cache = False
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:
+        asked = f"transformers makes no causal language model of a configuration of type {config.model_type!r}"
+        raise PlanError(
+            asked, found=told(error), do="give the configuration of a decoder, with sizes that fit together"
+        ) from error
     return model.train()
 
 

@@ -31,8 +31,6 @@ class Objective:
 
 def objective_called(name: str, group: int) -> Objective:
     """The objective of a name; `group` is how many answers to one prompt are compared."""
-    if group < 1:
-        raise PlanError(f"a group cannot have {group} answers", do="give 1 or more")
     known = {
         "sft": Objective(lambda model: model, language_inputs, 1),
         "dpo": Objective(PairsStep, _answers, 2),

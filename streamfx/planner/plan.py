@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamfx.budget import bytes_of, is_budget
 from streamfx.errors import OverBudget, PlanError
+from streamfx.options import checked
 from streamfx.planner.devices import device_called
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import objective_called
@@ -45,7 +46,9 @@ def plan(
     and a reference model; "grpo", `batch` groups of `group` answers and a reference model. The optimizer's state is not counted.
     Nothing is computed.
     """
-    _check(dtype, memory, batch, seq)
+    _check(dtype, memory, inputs)
+    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(1 if lora_rank is None else lora_rank, 1))
+    given = checked(options, "streamfx.plan(options=...)")
     wanted, rates = objective_called(objective, group), device_called(device)
     made = wanted.step(built(model, dtype, lora_rank))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
@@ -55,7 +58,6 @@ def plan(
         taken = wanted.inputs(wanted.sequences * batch, length) if inputs is None else inputs(batch, length)
         return predict(made, taken, length, given, with_baselines)
 
-    given = dict(options or {})
     if not max_length:
         given = given if budget is None else {**given, "memory_budget": budget}
         return PlanReport(name, at(seq, given, baselines), rates, budget)
@@ -67,12 +69,21 @@ def plan(
     return PlanReport(name, best, rates, budget, best.length)
 
 
-def _check(dtype: str, memory: Any, batch: int, seq: int) -> None:
+def _check(dtype: Any, memory: Any, inputs: Any) -> None:
     if dtype not in TYPES:
         raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
     if not is_budget(memory):
         raise PlanError(
             f"memory cannot be {memory!r}", do="give bytes, a text like '80GiB', or a share of the device's between 0.0 and 1.0"
         )
-    if batch < 1 or seq < 2:
-        raise PlanError("a step has at least one sequence of two tokens", found=f"batch {batch}, length {seq}")
+    if inputs is not None and not callable(inputs):
+        raise PlanError(
+            f"inputs cannot be a {type(inputs).__name__}",
+            do="give a function of (batch, length) that returns what the model takes",
+        )
+
+
+def _check_counts(**counts: tuple[Any, int]) -> None:
+    for name, (value, least) in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {least} or more")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.backend import Compilation
-from streamfx.errors import NotTraced, OverBudget
+from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.ir.facts import Facts
 from streamfx.log import log
 from streamfx.options import Options, resolved
@@ -29,11 +29,13 @@ from streamfx.report.memory import Cost, eager_cost_of, made_like
 from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
 from streamfx.report.values import RealIntegers
 from streamfx.torch_private import (
+    cause_of,
     compiled_apart,
     default_partition,
     fake_mode_of,
     is_compiled,
     noted_graph_breaks,
+    quiet_tracer,
     real_values,
 )
 
@@ -79,6 +81,8 @@ def traced(
 ) -> TracedCall:
     """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`."""
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    if not callable(model):
+        raise _not_traced(f"a {type(model).__name__}, which cannot be called")
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
@@ -101,7 +105,7 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
         with real_values():
             return _Watched(module, call).compile(inputs)
 
-    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
         for module in modules_of(model):
             module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
@@ -109,9 +113,10 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
         try:
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
         except Exception as error:
-            if isinstance(cause := getattr(error, "inner_exception", error), OverBudget):
+            cause = cause_of(error) or error
+            if isinstance(cause, OverBudget):
                 raise cause from None
-            call.stopped = f"{type(error).__name__}: {first_line(str(error))}"
+            call.stopped = told(cause)
             if not call.graphs:
                 raise _not_traced(call.stopped) from error
     call.breaks = distinct_breaks(breaks)

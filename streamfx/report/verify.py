@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from streamfx.backend import Compilation
-from streamfx.errors import NotComparable
+from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.options import resolved
 from streamfx.report.untouched import modules_of, randomness_kept, untouched
-from streamfx.torch_private import compiled_apart, is_compiled
+from streamfx.torch_private import cause_of, compiled_apart, is_compiled
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -33,28 +34,57 @@ def verify(
     that require them. The model's state, its `.grad`s and all random generators are left as they were.
     """
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    given = resolved(options)
+    _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
     _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        compilations.append(Compilation(module, resolved(options)))
+        compilations.append(Compilation(module, given))
         return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
         with untouched(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
-    eager = run(model)
+    with failing_in_eager():
+        eager = run(model)
     if eager.is_random:
         raise NotComparable(
             ASKED,
             found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
-    with compiled_apart(backend) as keywords:
+    with compiled_apart(backend) as keywords, refused_plainly():
         streamed = run(torch.compile(model, backend=backend, **keywords))
     return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+
+
+@contextmanager
+def failing_in_eager() -> Iterator[None]:
+    """Says so if the call fails without the backend."""
+    try:
+        yield
+    except StreamFXError:
+        raise
+    except Exception as error:
+        raise NotComparable(
+            ASKED,
+            found=f"in eager, without the backend, it raises {told(error)}",
+            do="check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
+        ) from error
+
+
+@contextmanager
+def refused_plainly() -> Iterator[None]:
+    """Refusals of the backend without the compiler's words around them."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(cause := cause_of(error), StreamFXError):
+            raise cause from None
+        raise
 
 
 @dataclass(frozen=True)
@@ -186,6 +216,13 @@ def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch
     values = [node.meta.get("val") for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
     found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _check_functions(model: Any, loss: Any) -> None:
+    if not callable(model):
+        raise NotComparable(ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one")
+    if loss is not None and not callable(loss):
+        raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:
