@@ -110,6 +110,19 @@ def is_expensive(node: fx.Node) -> bool:
     return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 
 
+def unpacks(node: fx.Node) -> bool:
+    """Whether an operator without a rule makes more bytes than it is given, as one does that unpacks a quantized weight.
+
+    What it is given takes less to hold than what it makes.
+    """
+    values = [node.meta["val"], *(operand.meta["val"] for operand in tensor_operands(node))]
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    if not all(isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape) for value in values):
+        return False
+    return values[0].nbytes > sum(value.nbytes for value in values[1:])
+
+
 def is_linear_map(node: fx.Node) -> bool:
     """Whether a node with a single tensor operand is linear in it, so that it may act on each part of a sum."""
     operands = tensor_operands(node)

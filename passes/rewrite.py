@@ -25,7 +25,7 @@ from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.handover import producer_of
 from streamfx.passes.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
-from streamfx.passes.linear import is_expensive, is_random
+from streamfx.passes.linear import is_expensive, is_random, unpacks
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
@@ -219,7 +219,7 @@ class _BackwardBuilder(OuterBuilder):
         return made
 
     def _is_made_again(self, node: fx.Node) -> bool:
-        """Views and casts of parameters: cheaper to repeat than to hold until the backward half."""
+        """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
         if node.op == "get_attr":
             return True
         if node.op == "placeholder" or is_loop_value(node, self.layout):
@@ -227,7 +227,7 @@ class _BackwardBuilder(OuterBuilder):
         producer = producer_of(node)
         return (
             self.layout.demand.form(node) is Form.SCALAR
-            and producer in self.layout.axes.signatures
+            and (producer in self.layout.axes.signatures or unpacks(producer))
             and not is_expensive(node)
             and not is_random(producer)
             and all(

@@ -22,8 +22,10 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
     """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
 
     A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. A few plain numbers,
-    such as a slope for each head, are said to be just that.
+    such as a slope for each head, are said to be just that. Tensors made in inference mode do not count who writes to them.
     """
+    if tensor.is_inference():
+        return None
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or type(tensor) not in (Tensor, torch.nn.Buffer):
         return None
     if _are_few_numbers(tensor):

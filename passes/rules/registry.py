@@ -42,6 +42,7 @@ class Call:
 
 
 RULES: dict[Any, Rule] = {}
+NAMED: dict[str, Rule] = {}  # by the name of an operator that another package defines, if it is there
 
 
 def rule(*operators: Any) -> Callable[[Rule], Rule]:
@@ -116,10 +117,14 @@ def broadcast(call: Call, operands: Sequence[int] | None = None, results: int | 
 
 def rule_for(node: fx.Node) -> Rule | None:
     """The rule of a node's operator; operators that torch itself tags as pointwise need no entry."""
-    found = RULES.get(node.target) or RULES.get(type(node.target))
+    found = RULES.get(node.target) or RULES.get(type(node.target)) or NAMED.get(_name_of(node.target))
     if found is not None:
         return found
     return broadcast if is_tagged_pointwise(node.target) else None
+
+
+def _name_of(target: Any) -> str:
+    return target.name() if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def is_tagged_pointwise(target: Any) -> bool:

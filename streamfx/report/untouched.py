@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map
 
 from streamfx.torch_private import fake_copies, real_values
@@ -128,7 +129,7 @@ class Faker:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or is_more_than_its_values(tensor):
             return tensor
         if id(tensor) not in self._made:
             self._made[id(tensor)] = tensor, self._new(tensor)  # the original is kept: its id must stay its own
@@ -167,6 +168,12 @@ class Faker:
             for name, buffer in module._buffers.items():
                 if buffer is not None and (buffers or buffer.is_meta):
                     module._buffers[name] = self.fake(buffer)
+
+
+def is_more_than_its_values(tensor: Tensor) -> bool:
+    """Whether a tensor's class keeps more beside the values than a fake one would have, as packed weights keep their scales."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return _has_data(tensor) and not is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def _has_data(tensor: Tensor | None) -> TypeGuard[Tensor]:

@@ -25,6 +25,11 @@ class OuterInterpreter(fx.Interpreter):
         return super().call_function(COPIES_WHERE_NEEDED.get(target, target), args, kwargs)
 
 
+def _savable(result: Any) -> Any:
+    """Autograd saves no tensors that were made in inference mode, as some libraries make their packed weights."""
+    return result.clone() if isinstance(result, torch.Tensor) and result.is_inference() else result
+
+
 class OuterRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs."""
 
@@ -42,7 +47,8 @@ class OuterRunner:
             self._forget_masks()  # a step begins
         with torch.no_grad():
             try:
-                return self._interpreter.boxed_run(arguments)
+                results = self._interpreter.boxed_run(arguments)
+                return [_savable(result) for result in results] if self._checks_gradients else results
             finally:
                 self._interpreter.env = {}  # it would keep the results, and with them all that is saved, until the next run
                 if not self._checks_gradients:

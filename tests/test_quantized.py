@@ -1,0 +1,198 @@
+"""Quantized base weights under adapters: exact, in one graph, streamed, and unpacked no more than a few layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import streamfx
+from streamfx.integrations import enable
+from streamfx.report.meter import Meter
+from tests.support.trainers import tiny
+from tests.support.trainers.building import build
+from tests.support.trainers.running import assert_same_training
+
+OPTIONS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "strict": True}  # strict: an error if anything runs whole
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = 4
+
+
+class Packed(nn.Module):
+    """A weight in 8 bits with a scale for each row, unpacked when it is used, and a trained product of low rank beside it.
+
+    It is packed in inference mode, as some libraries do: autograd saves no such tensors.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        with torch.inference_mode():
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            self.register_buffer("packed", (weight / scale).round().to(torch.int8))
+            self.register_buffer("scale", scale)
+        self.packed: Tensor
+        self.scale: Tensor
+        self.down = nn.Parameter(0.1 * torch.randn(rank, weight.shape[1], dtype=weight.dtype))
+        self.up = nn.Parameter(0.1 * torch.randn(weight.shape[0], rank, dtype=weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.packed * self.scale) + x @ self.down.T @ self.up.T
+
+
+def by_hand(folder: Path, dtype: torch.dtype) -> nn.Module:
+    model = tiny.causal_model(num_hidden_layers=LAYERS).to(dtype).requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in PROJECTIONS:
+                setattr(parent, name, Packed(child))  # type: ignore[arg-type]
+    return model
+
+
+def loaded(folder: Path, dtype: torch.dtype, config: Any, layers: int = LAYERS) -> Any:
+    """As users load it: a folder with plain weights, quantized by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    path = folder / "plain"
+    if not path.exists():
+        made: Any = tiny.causal_model(num_hidden_layers=layers)
+        made.save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config, device_map="cpu").train()
+
+
+def bitsandbytes(folder: Path, dtype: torch.dtype, layers: int = LAYERS, **options: Any) -> Any:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    return loaded(folder, dtype, BitsAndBytesConfig(**options), layers)
+
+
+def torchao(folder: Path, dtype: torch.dtype) -> Any:
+    pytest.importorskip("torchao", minversion="0.16", reason="PEFT takes torchao 0.16 or later")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model: Any = tiny.causal_model(num_hidden_layers=LAYERS).to(dtype)
+    quantize_(model.model, Int8WeightOnlyConfig())
+    return model
+
+
+def hqq(folder: Path, dtype: torch.dtype) -> Any:
+    """Its weights are made in inference mode: autograd would not save them."""
+    quantize = pytest.importorskip("hqq.core.quantize", reason="hqq is not installed")
+    model: Any = tiny.causal_model(num_hidden_layers=LAYERS).to(dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in PROJECTIONS:
+                config = quantize.BaseQuantizeConfig(nbits=4, group_size=16)
+                setattr(parent, name, quantize.HQQLinear(child, config, compute_dtype=dtype, device="cpu"))
+    return model
+
+
+def quanto(folder: Path, dtype: torch.dtype, bits: str) -> Any:
+    optimum = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    model: Any = tiny.causal_model(num_hidden_layers=LAYERS).to(dtype)
+    optimum.quantize(model.model, weights=getattr(optimum, bits))
+    optimum.freeze(model.model)
+    return model
+
+
+def adapted(model: Any, peft: Any) -> Any:
+    """With adapters that do something from the start; of the base model's type."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    made = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(model.lm_head.weight.dtype)
+    return made
+
+
+@pytest.fixture
+def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PEFT, where a torchao that is too old for it is not looked at."""
+    module = pytest.importorskip("peft")
+    try:
+        module.import_utils.is_torchao_available()
+    except ImportError:
+        monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)
+    return module
+
+
+EIGHT = {"load_in_8bit": True}
+FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
+    "by hand": (by_hand, torch.float64),
+    "bitsandbytes int8": (lambda folder, dtype: bitsandbytes(folder, dtype, **EIGHT), torch.float64),
+    "bitsandbytes nf4": (lambda folder, dtype: bitsandbytes(folder, dtype, bnb_4bit_quant_type="nf4", **FOUR), torch.float32),
+    "bitsandbytes nested": (
+        lambda folder, dtype: bitsandbytes(folder, dtype, bnb_4bit_use_double_quant=True, **FOUR),
+        torch.float32,
+    ),
+    "torchao int8": (torchao, torch.float32),
+    "hqq int4": (hqq, torch.float32),
+    "quanto int8": (lambda folder, dtype: quanto(folder, dtype, "qint8"), torch.float64),
+    "quanto int4": (lambda folder, dtype: quanto(folder, dtype, "qint4"), torch.float64),
+}
+
+
+LONG = {"bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS])
+def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any) -> None:
+    make, dtype = KINDS[kind]
+    model = make(tmp_path, dtype)
+    model = model if kind == "by hand" else adapted(model, peft)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    ids = torch.randint(8, 60, (1, 12))
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    truth, gradients = step()
+    counter = torch._dynamo.utils.counters
+    counter.clear()
+    with enable(model, **OPTIONS) as done:
+        loss, found = step()
+        with Meter() as meter:
+            step()
+    assert counter["stats"]["unique_graphs"] == 1 and done.calls["model"].compiled == 2
+    assert abs(loss - truth) <= 1e-6 * abs(truth) and len(found) == len(gradients) > LAYERS
+    for ours, theirs in zip(found, gradients, strict=True):
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    unpacked = LAYERS * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) * dtype.itemsize
+    assert meter.peak < (0.9 if kind == "hqq int4" else 0.7) * unpacked, "weights are unpacked where they are used"
+
+
+def test_explained(tmp_path: Path, peft: Any) -> None:
+    """A packed weight keeps its scales beside its values: tracing without data leaves it as it is."""
+    model = adapted(bitsandbytes(tmp_path, torch.float32, 1, **FOUR), peft)
+    ids = torch.randint(8, 60, (1, 12))
+    weight = model.base_model.model.model.layers[0].mlp.up_proj.weight
+    report = streamfx.explain(model, input_ids=ids, labels=ids, use_cache=False, options={"chunk_size": 7}).summary()
+    assert report["graphs"] == 1 and not report["graph_breaks"] and not report["stopped"]
+    assert all(stage["kind"] != "whole" for stage in report["stages"])
+    assert model.base_model.model.model.layers[0].mlp.up_proj.weight is weight
+
+
+@pytest.mark.parametrize("bits", [pytest.param("nf4", marks=pytest.mark.long), "int8"])
+def test_a_trainer_on_quantized_weights(bits: str, tmp_path: Path, peft: Any) -> None:
+    pytest.importorskip("trl")
+    options = {"bnb_4bit_quant_type": "nf4", **FOUR} if bits == "nf4" else EIGHT
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+    def trainer() -> Any:
+        return build("sft", tmp_path, model=bitsandbytes(tmp_path, torch.float32, 2, **options), peft=config)
+
+    _, done = assert_same_training(trainer, tolerance=1e-2 if bits == "nf4" else 1e-5)  # TRL makes the adapters bfloat16
+    assert list(done.calls) == ["model.base_model.model.model"]
