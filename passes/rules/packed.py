@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamfx.ir.signature import Signature
 from streamfx.passes.rules.registry import NAMED, Call
+from streamfx.report.flops import PACKED
 
 
 def packed_product(call: Call) -> Signature | None:
@@ -24,5 +25,4 @@ def packed_product(call: Call) -> Signature | None:
     )
 
 
-NAMED["bitsandbytes::gemm_4bit"] = packed_product
-NAMED["quanto::qbytes_mm"] = packed_product
+NAMED.update(dict.fromkeys(PACKED, packed_product))

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from streamfx.ir.facts import Span
 from streamfx.torch_private import size_hint
 
+PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
+
 
 def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of a call: products, convolutions and fused attention; everything else counts as nothing.
@@ -23,6 +25,8 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
     if is_fused_attention(target):
         arguments = arguments_by_name(target, args, kwargs)
         return attention_flops(target, arguments, Span(high=0) if arguments.get("is_causal") else Span())
+    if target.name() in PACKED:
+        return 2 * int(args[0].numel()) * int(out.shape[-1])
     formula = flop_registry.get(target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -35,7 +39,9 @@ def flops_of_graph(graph: fx.Graph) -> int:
 
 def has_flops(target: Any) -> bool:
     """Whether an operator is one of those that are counted."""
-    return isinstance(target, torch._ops.OpOverload) and (is_fused_attention(target) or target.overloadpacket in flop_registry)
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return is_fused_attention(target) or target.name() in PACKED or target.overloadpacket in flop_registry
 
 
 def _on_meta(arguments: Any) -> Any:
