@@ -28,16 +28,8 @@ from streamfx.options import Options, resolved
 from streamfx.report.memory import Cost, eager_cost_of, made_like
 from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
 from streamfx.report.values import RealIntegers
-from streamfx.torch_private import (
-    cause_of,
-    compiled_apart,
-    default_partition,
-    fake_mode_of,
-    is_compiled,
-    noted_graph_breaks,
-    quiet_tracer,
-    real_values,
-)
+from streamfx.torch_dynamo import cause_of, compiled_apart, noted_graph_breaks, quiet_tracer
+from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
 
 
 @dataclass

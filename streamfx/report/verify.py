@@ -17,7 +17,8 @@ from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.options import resolved
 from streamfx.report.untouched import modules_of, randomness_kept, untouched
-from streamfx.torch_private import cause_of, compiled_apart, is_compiled
+from streamfx.torch_dynamo import cause_of, compiled_apart
+from streamfx.torch_private import is_compiled
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8

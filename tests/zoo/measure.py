@@ -20,7 +20,7 @@ from streamfx.options import Options, resolved
 from streamfx.report.memory import cost_of
 from streamfx.report.stages import stage_reports
 from streamfx.report.tracing import distinct_breaks
-from streamfx.torch_private import noted_graph_breaks
+from streamfx.torch_dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
 from tests.zoo.models import BY_DEFAULT_DOUBLE, CHUNK, built, inputs
 

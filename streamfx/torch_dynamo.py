@@ -1,0 +1,115 @@
+"""What `torch_private.py` is for Dynamo: its errors, its graph breaks, and what it keeps of compilations."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from streamfx.errors import StreamFXError
+
+
+def isolated() -> dict[str, Any]:
+    """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def cause_of(error: BaseException) -> Exception | None:
+    """What a compilation failed of: a refusal of the backend, or an error of the model's own; None for all others (2.11, 2.13).
+
+    Dynamo wraps both. The place in the model becomes a note of the model's error, whose own traceback is that of the tracer.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+
+    if isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        return inner if isinstance(inner, StreamFXError) else None
+    if not isinstance(error, TorchRuntimeError):
+        return None
+    cause: BaseException | None = error
+    while isinstance(cause, TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, Exception):
+        return None
+    if error.real_stack and hasattr(cause, "add_note"):  # Python 3.11
+        frame = error.real_stack[-1]
+        cause.add_note(f'found while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')
+    return cause
+
+
+@contextmanager
+def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
+    found: list[tuple[str, int, str]] = []
+    shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := shape.search(record.getMessage()):
+                found.append((match[1], int(match[2]), match[3]))
+
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@contextmanager
+def quiet_tracer() -> Iterator[None]:
+    """Errors of fake tensors are raised, and not logged with a traceback before that (2.11, 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
+
+    That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
+    """
+    from torch._dynamo import config, pgo
+
+    learned = pgo.get_code_state()
+    before = copy.deepcopy(dict(learned))
+    try:
+        with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+            yield isolated()
+    finally:
+        learned.clear()
+        learned.update(before)
+        _drop_compiled_code(backend)
+
+
+def _drop_compiled_code(backend: Callable[..., Any]) -> None:
+    """Forget a backend's compiled code; code compiled by others stays."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        entries = [] if code is None else _debug_get_cache_entry_list(code)
+        own = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
+        if own and len(own) == len(entries):
+            reset_code(code)
+            continue
+        for entry in own:
+            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx has seen enough"))
