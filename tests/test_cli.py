@@ -111,6 +111,13 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert "streamfx works here" in capsys.readouterr().out
 
 
+def test_doctor_names_libraries_that_are_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("streamfx.cli.doctor._version", lambda name: "1.14.2" if name == "trl" else None)
+    monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
+    assert main(["doctor"]) == 0
+    assert "trl 1.14.2 (streamfx.integrations.enable needs 1.15)" in capsys.readouterr().out
+
+
 def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": False, "error": "broken", "seconds": 0.0})
     assert main(["doctor"]) == 3

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.errors import told
+from streamfx.integrations.versions import LEAST, is_too_old
 from streamfx.report.verify import verify
 from streamfx.runtime.kernels import KERNELS
 
@@ -109,8 +110,13 @@ def self_test() -> dict[str, Any]:
     return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
 
 
+def _installed(name: str, version: str | None) -> str:
+    too_old = f" (streamfx.integrations.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
+    return f"{name} {version or 'not installed'}{too_old}"
+
+
 def _text(found: dict[str, Any], healthy: bool) -> str:
-    installed = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
+    installed = ", ".join(_installed(name, version) for name, version in found["packages"].items())
     test = found["self_test"]
     outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
     lines = {

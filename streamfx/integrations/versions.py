@@ -27,12 +27,17 @@ def check_versions(given: Iterable[Any]) -> None:
     """Raise if one of the objects comes from a library that is too old."""
     for name, object_of_it in sorted(_libraries_of(given).items()):
         found = _version(name)
-        if found is not None and TorchVersion(found) < LEAST[name]:
+        if is_too_old(name, found):
             raise IntegrationError(
                 f"streamfx.integrations.enable relies on what {name} has since version {LEAST[name]}",
                 found=f"{name} {found}, which {object_of_it} comes from",
                 do=f"pip install '{name}>={LEAST[name]}'",
             )
+
+
+def is_too_old(name: str, found: str | None) -> bool:
+    """Whether a version of a library is one that `enable` refuses."""
+    return found is not None and name in LEAST and TorchVersion(found) < LEAST[name]
 
 
 def _libraries_of(given: Iterable[Any]) -> dict[str, str]:
