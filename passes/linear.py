@@ -90,6 +90,9 @@ CONTRACTIONS = frozenset(
 )
 
 
+UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack")
+
+
 def is_moved_elements(node: fx.Node) -> bool:
     return node.target in MOVES_ELEMENTS
 
@@ -111,16 +114,11 @@ def is_expensive(node: fx.Node) -> bool:
 
 
 def unpacks(node: fx.Node) -> bool:
-    """Whether an operator without a rule makes more bytes than it is given, as one does that unpacks a quantized weight.
+    """Whether an operator of another package unpacks a quantized weight: what it is given takes less to hold than what it makes.
 
-    What it is given takes less to hold than what it makes.
+    By name: that an operator without a rule gives the same twice is nothing that its schema tells.
     """
-    values = [node.meta["val"], *(operand.meta["val"] for operand in tensor_operands(node))]
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return False
-    if not all(isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape) for value in values):
-        return False
-    return values[0].nbytes > sum(value.nbytes for value in values[1:])
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in UNPACKERS
 
 
 def is_linear_map(node: fx.Node) -> bool:
