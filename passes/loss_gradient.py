@@ -5,25 +5,31 @@ for the number one. So the last stage's backward stretch may run right in its fo
 only needs scaling later: the head is computed once instead of twice.
 
     d_hidden = f(hidden, tangent)   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden = d_1 * tangent
+
+Where the loss is a function of sums over each sequence (preferences), what drives a row's gradient is known only when the loop
+is through, and is a number for each sequence. The gradient is scaled by that in the same way:
+
+    d_hidden[b] = f(hidden[b], g[b])   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden[b] = d_1[b] * g[b]
+
+A weight's gradient has been summed over sequences and is no such multiple: a head that is trained runs in two passes. One pass
+keeps what two keep, with the gradient of what enters the stage in place of what enters it, so it is taken wherever it is there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
-from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role
-from streamfx.ir.joint import JointGraph, is_tensor, tensor_operands
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.stage import Stage, StageFacts
-from streamfx.passes.building import GraphWriter
-from streamfx.passes.fillers import is_zero
-from streamfx.passes.linear import LINEAR_IN, MOVES_ELEMENTS
-
-aten = torch.ops.aten
+from streamfx.passes.linear import is_expensive
+from streamfx.passes.loss_stage import with_loss_stage
+from streamfx.passes.multiples import Multiple, multiples
+from streamfx.passes.scaling import Scaling
 
 
 @dataclass(frozen=True)
@@ -31,62 +37,19 @@ class LossGradient:
     name: ClassVar[str] = "loss gradient"
 
     def apply(self, facts: Facts) -> Facts:
-        stages: tuple[Stage, ...] = facts.stages.stages
-        if not stages or not stages[-1].backward:
-            return facts
-        tangent = scalar_tangent(stages[-1], facts)
-        if tangent is None or not _is_worth_it(stages[-1], facts):
-            return facts
-        return _moved(facts, tangent)
+        for cut in _cuts(facts):
+            stage: Stage = cut.stages.stages[-1]
+            if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
+                return _moved(cut, found)
+        return facts
 
 
-def scalar_tangent(stage: Stage, facts: Facts) -> fx.Node | None:
-    """The only number from outside that the stage's backward stretch is driven by, if all of it is linear in that."""
-    inside = set(stage.backward)
-    tangents = {source for node in stage.backward for source in node.all_input_nodes if source in facts.joint.tangents}
-    if len(tangents) != 1:
-        return None
-    (tangent,) = tangents
-    value = tangent.meta["val"]
-    if value.dim() != 0:
-        return None
-    driven = {tangent}
-    for node in stage.backward:
-        if any(source in driven for source in node.all_input_nodes):
-            if not _is_linear(node, driven):
-                return None
-            driven.add(node)
-    used = [node for node in stage.gradients if is_tensor(node)]
-    if any(node not in driven for node in used) or any(_is_half(node) for node in driven):
-        return None
-    return tangent if any(user in inside for user in tangent.users) else None
-
-
-def _is_half(node: fx.Node) -> bool:
-    """In float16 a gradient for the number one would vanish: loss scaling is there to prevent that."""
-    return is_tensor(node) and bool(node.meta["val"].dtype == torch.float16)
-
-
-def _is_linear(node: fx.Node, driven: set[fx.Node]) -> bool:
-    """Whether a result is linear in the driven operands, all others being fixed."""
-    operands = tensor_operands(node)
-    positions = [i for i, operand in enumerate(operands) if operand in driven]
-    if not positions:  # a result of a tuple-valued operator
-        return False
-    if node.target in MOVES_ELEMENTS:
-        return True
-    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default):
-        return len(positions) == len(operands) and all(is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node))
-    if node.target is aten.where.self:
-        return positions == [1, 2] or (0 not in positions and _others_are_zero(operands, positions))
-    if node.target is aten._to_copy.default:
-        return bool(node.meta["val"].is_floating_point())
-    return len(positions) == 1 and positions[0] in LINEAR_IN.get(node.target, ())
-
-
-def _others_are_zero(operands: tuple[fx.Node, ...], positions: list[int]) -> bool:
-    others = [operand for i, operand in enumerate(operands) if i not in (0, *positions)]
-    return all(is_zero(operand) for operand in others)
+def _cuts(facts: Facts) -> Iterator[Facts]:
+    """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
+    stages: tuple[Stage, ...] = facts.stages.stages
+    if stages:
+        others = (other for allowed in (False, True) if (other := with_loss_stage(facts, allowed)) is not None)
+        yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
 
 
 def _is_worth_it(stage: Stage, facts: Facts) -> bool:
@@ -107,79 +70,52 @@ def _is_scan(node: fx.Node, facts: Facts) -> bool:
     return signature is not None and bool(signature.scans)
 
 
-def _moved(facts: Facts, tangent: fx.Node) -> Facts:
-    """Drive the last stage's backward stretch by one, and scale what leaves it."""
-    assert facts.axes is not None and facts.demand is not None
-    stage = facts.stages.stages[-1]
-    inside = set(stage.backward)
-    writer = GraphWriter(facts.joint.graph)
-    value = tangent.meta["val"]
-    one = writer.before(stage.backward[0]).call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
-    tangent.replace_all_uses_with(one, delete_user_cb=lambda user: user in inside, propagate_meta=False)
-    after = facts.joint.graph.output_node() if len(facts.stages.stages) == 1 else facts.stages.stages[-2].backward
-    point = after if isinstance(after, fx.Node) else (after[0] if after else facts.joint.graph.output_node())
-    axes, demand = _Additions(facts.axes), _DemandAdditions(facts.demand)
-    axes.add(one, Signature((), ((),)), {})
-    demand.add(one, {}, Form.SCALAR)
-    scaled = []
-    for node in (n for n in stage.gradients if is_tensor(n)):
-        product = writer.before(point).call(aten.mul.Tensor, node, tangent)
-        node.replace_all_uses_with(
-            product,
-            delete_user_cb=lambda user, own=product: user not in inside and user is not own,
+def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
+    """Drive the last stage's backward stretch by ones, and scale what leaves it."""
+    inside = set(facts.stages.stages[-1].backward)
+    scaling = Scaling(facts)
+    ones: list[fx.Node] = []
+    for driver in dict.fromkeys(multiple.driver for multiple in found):
+        between = {node for multiple in found if multiple.driver is driver for node in multiple.between}
+        first = next(node for node in facts.joint.graph.nodes if node in between and driver in node.all_input_nodes)
+        ones += scaling.ones_like(driver, first)
+        driver.replace_all_uses_with(ones[-1], delete_user_cb=between.__contains__, propagate_meta=False)
+    scaled: list[list[fx.Node]] = []
+    for multiple in found:
+        made = scaling.product(multiple.gradient, multiple.driver)
+        own = inside.union(made)
+        multiple.gradient.replace_all_uses_with(
+            made[-1],
+            delete_user_cb=lambda user, own=own: user not in own,
             propagate_meta=False,  # type: ignore[misc]
         )
-        letters: LetterShape = tuple((i,) for i in range(len(facts.axes.shapes[node])))
-        axes.add(product, Signature((letters, ()), (letters,)), dict(enumerate(facts.axes.shapes[node])))
-        dims = facts.axes.sequence_dims(facts.axes.shapes[node])
-        demand.add(product, dict.fromkeys(dims, Role.ROWS), Form.ROWS if dims else Form.SCALAR)
-        scaled.append(product)
-    return _facts_after(facts, axes.facts, demand.facts, one, scaled, point)
-
-
-def _facts_after(
-    facts: Facts, axes: AxisFacts, demand: DemandFacts, one: fx.Node, scaled: list[fx.Node], point: fx.Node
-) -> Facts:
-    stages: tuple[Stage, ...] = facts.stages.stages
-    last = replace(stages[-1], backward=(one, *stages[-1].backward), gradient_in_forward=True)
-    if len(stages) > 1:
-        previous = replace(stages[-2], backward=(*scaled, *stages[-2].backward))
-        gradients = {gradient for gradient in facts.joint.graph.output_node().args[0] if isinstance(gradient, fx.Node)}  # type: ignore[union-attr]
-        left = tuple(node for node in scaled if node in gradients or any(u not in previous.backward for u in node.users))
-        stages = (*stages[:-2], replace(previous, gradients=tuple(dict.fromkeys((*left, *previous.gradients)))), last)
-    else:
-        stages = (last,)
+        scaled.append(made)
     results = facts.joint.graph.output_node().args[0]
     joint: JointGraph = replace(facts.joint, gradients=tuple(results[len(facts.joint.outputs) :]))  # type: ignore[index,arg-type]
-    return replace(facts, joint=joint, axes=axes, demand=demand, stages=StageFacts(stages))
+    facts = replace(facts, joint=joint, axes=scaling.axes, demand=scaling.demand)
+    return replace(facts, stages=StageFacts(_stages_after(facts, found, ones, scaled)))
 
 
-class _Additions:
-    """Axis facts of new operators beside the old ones."""
-
-    def __init__(self, facts: AxisFacts) -> None:
-        self.shapes, self.results = dict(facts.shapes), dict(facts.results)
-        self.signatures, self.letters = dict(facts.signatures), dict(facts.letters)
-        self._old = facts
-
-    def add(self, node: fx.Node, signature: Signature, letters: dict[Letter, tuple[int, ...]]) -> None:
-        shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in signature.results[0])
-        self.shapes[node], self.results[node] = shape, (shape,)
-        self.signatures[node], self.letters[node] = signature, letters
-
-    @property
-    def facts(self) -> AxisFacts:
-        return replace(self._old, shapes=self.shapes, results=self.results, signatures=self.signatures, letters=self.letters)
-
-
-class _DemandAdditions:
-    def __init__(self, facts: DemandFacts) -> None:
-        self.roles, self.forms = dict(facts.roles), dict(facts.forms)
-        self._old = facts
-
-    def add(self, node: fx.Node, roles: dict[Letter, Role], form: Form) -> None:
-        self.roles[node], self.forms[node] = roles, (form,)
-
-    @property
-    def facts(self) -> DemandFacts:
-        return replace(self._old, roles=self.roles, forms=self.forms)
+def _stages_after(
+    facts: Facts, found: Sequence[Multiple], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+) -> tuple[Stage, ...]:
+    """The stages, when what scales a gradient belongs to the first stretch that uses it."""
+    *stages, last = facts.stages.stages
+    moved = {node for multiple in found for node in multiple.between}
+    staying = tuple(node for node in last.backward if node not in moved)
+    for made in (staying, *scaled) if stages else ():
+        users = {user for node in made for user in node.users}
+        at = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
+        stages[at] = replace(stages[at], backward=(*made, *stages[at].backward))
+    gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
+    for at, stage in enumerate(stages):
+        inside, new = set(stage.backward), [node for made in (staying, *scaled) for node in made if node in stage.backward]
+        left = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
+        stages[at] = replace(stage, gradients=tuple(dict.fromkeys((*left, *stage.gradients))))
+    last = replace(
+        last,
+        backward=(*ones, *(node for node in last.backward if node in moved)),
+        gradients=tuple(multiple.gradient for multiple in found),
+        gradient_in_forward=True,
+    )
+    return (*stages, last)

@@ -12,7 +12,7 @@ values.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -23,7 +23,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
-from streamfx.passes.linear import is_expensive
+from streamfx.passes.linear import is_expensive, is_moved_elements
 from streamfx.passes.naming import stage_names
 from streamfx.passes.sinking import sunk
 
@@ -38,15 +38,26 @@ class Stages:
         return replace(facts, stages=StageFacts(_Cutter(facts).stages()))
 
 
+def stages_with(last: Collection[fx.Node], facts: Facts) -> StageFacts:
+    """The stages, if the last one's forward stretch is to be these operators, whose users are among them."""
+    return StageFacts(_Cutter(facts, last).stages())
+
+
 class _Cutter:
-    def __init__(self, facts: Facts) -> None:
+    """Cuts the graph; where the `last` operators are given, they are the last stage."""
+
+    def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
         assert facts.axes is not None and facts.demand is not None and facts.causality is not None
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
         self.forward = [node for node in joint.nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
-        self.forward = sunk(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
+        self.last = len(last)
+        if last:
+            self.forward.sort(key=lambda node: node in last)
+        else:
+            self.forward = sunk(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
@@ -85,7 +96,9 @@ class _Cutter:
         attentions = self.attention_intervals()
         gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
         loss = self.first_sum()
-        if loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
+        if self.last:
+            gaps.append((len(self.forward) - self.last - 1,) * 2)
+        elif loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products = list(accumulate(is_expensive(node) for node in self.forward))
         cuts: list[int] = []
@@ -173,6 +186,9 @@ class _Cutter:
 
     def backward_segments(self, stage_of: dict[fx.Node, int], count: int, kept: set[fx.Node]) -> list[list[fx.Node]]:
         """The backward half in `count` stretches, the last stage's first in program order."""
+        if self.last:
+            made = {node: stage_of[node] for node in stage_of if node not in kept and self.is_streamed(node)}
+            self.backward = in_front(self.backward, made, count - 1)
         position = {node: i for i, node in enumerate(self.backward)}
         used: list[list[int]] = [[] for _ in range(count)]
         for node in self.backward:
@@ -216,3 +232,23 @@ def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -
         if node not in driven:
             place[node] = min((place[user] for user in node.users if user in place), default=place[node])
     return sorted(nodes, key=lambda node: (place[node], node in driven))
+
+
+def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+    """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
+
+    A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
+    nothing of the last stage is put to after them are an earlier stage's, and so is what shows a value to these in another shape.
+    """
+    needed, behind = set[fx.Node](), set[fx.Node]()
+    for node in reversed(nodes):
+        if any(user in needed for user in node.users) or any(made.get(source) == last for source in node.all_input_nodes):
+            needed.add(node)
+    for node in nodes:
+        is_another = is_expensive(node) and node not in needed
+        if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
+            behind.add(node)
+    for node in reversed(nodes):
+        if is_moved_elements(node) and behind.issuperset(node.users):
+            behind.add(node)
+    return sorted(nodes, key=behind.__contains__)

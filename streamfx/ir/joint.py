@@ -57,6 +57,15 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
+    """What the forward half makes of the primals that get a gradient, and these."""
+    found = {primal for primal, gradient in zip(joint.primals, joint.gradients, strict=False) if isinstance(gradient, fx.Node)}
+    for node in joint.nodes:
+        if node in joint.forward and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
 def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGraph:
     """Read `graph` as a joint graph whose first placeholders are primals and whose first outputs are forward results."""
     placeholders = tuple(graph.find_nodes(op="placeholder"))
