@@ -6,31 +6,74 @@ Operators that are written after their axes and forms have been found come with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.signature import LetterShape, Signature
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.row_numbers import size_arguments
 
 aten = torch.ops.aten
 
 
-def aligned(driver: Shape, gradient: Shape) -> tuple[int | None, ...] | None:
-    """For each dimension of a gradient which one of its driver goes along, None for a new one; None where that is not so.
+@dataclass(frozen=True)
+class Alignment:
+    """A gradient with its driver's dimensions in dimensions of their own: [(b t) d] and [b] give [b t d].
+
+    `dims` are all dimensions in order, those of a gradient's dimension together; `places` says which of the driver's dimensions
+    each is, if it is one.
+    """
+
+    dims: tuple[tuple[Dim, ...], ...]
+    places: tuple[int | None, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(dim for dims in self.dims for dim in dims)
+
+    @property
+    def is_split(self) -> bool:
+        return any(len(dims) > 1 for dims in self.dims)
+
+
+def aligned(driver: Shape, gradient: Shape) -> Alignment | None:
+    """How a gradient's dimensions hold its driver's, each once and in order; None where they do not.
 
     Dimensions are resolved, and those of size one have no axes.
     """
+    wide = {dim[0]: (i, dim) for i, dim in enumerate(driver) if dim}
     held = {atom for dim in driver for atom in dim}
-    places = {dim: i for i, dim in enumerate(driver) if dim}
-    found = tuple(places.get(dim) for dim in gradient)
-    along = [place for place in found if place is not None]
-    are_whole = all(place is not None or held.isdisjoint(dim) for place, dim in zip(found, gradient, strict=True))
-    return found if are_whole and along == sorted(places.values()) else None
+    dims: list[tuple[Dim, ...]] = []
+    places: list[int | None] = []
+    for own in gradient:
+        parts: list[tuple[int | None, Dim]] = []
+        at = 0
+        while at < len(own):
+            place, dim = wide.get(own[at], (None, own[at : at + 1]))
+            if own[at : at + len(dim)] != dim or (place is None and not held.isdisjoint(dim)):
+                return None
+            if place is None and parts and parts[-1][0] is None:
+                parts[-1] = None, (*parts[-1][1], *dim)
+            else:
+                parts.append((place, dim))
+            at += len(dim)
+        parts = parts or [(None, ())]
+        dims.append(tuple(dim for _, dim in parts))
+        places += [place for place, _ in parts]
+    along = [place for place in places if place is not None]
+    unknown = sum(place is None for own in _parted(places, dims) if len(own) > 1 for place in own)
+    has_sizes = unknown <= 1 and sum(len(own) > 1 for own in dims) <= 1  # of what is left of a dimension, and of the dimension
+    return Alignment(tuple(dims), tuple(places)) if along == sorted(place for place, _ in wide.values()) and has_sizes else None
+
+
+def _parted(places: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:
+    remaining = iter(places)
+    return [[next(remaining) for _ in own] for own in dims]
 
 
 class Scaling:
@@ -47,64 +90,101 @@ class Scaling:
         )
         self.demand: DemandFacts = replace(facts.demand, roles=dict(facts.demand.roles), forms=dict(facts.demand.forms))
         self.writer = GraphWriter(facts.joint.graph)
+        self.made: list[fx.Node] = []
 
     def ones_like(self, driver: fx.Node, before: fx.Node) -> list[fx.Node]:
         """Ones of a driver's shape, made of nothing else of it; they come last."""
-        value, point = driver.meta["val"], self.writer.before(before)
-        sizes = size_arguments(driver, point)
-        numbers = [size for size in sizes if isinstance(size, fx.Node)]
-        for number in numbers:
-            self.demand.forms[number] = (Form.SCALAR,)  # type: ignore[index]
-        made = point.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
-        return [*numbers, self._known(made, (), self.shape(driver))]
+        self.made, value = [], driver.meta["val"]
+        sizes = self._sizes(driver, self.writer.before(before))
+        ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
+        self._known(ones, (), self._letters(self.shape(driver)), self.shape(driver))
+        return self.made
 
     def product(self, gradient: fx.Node, driver: fx.Node) -> list[fx.Node]:
         """The gradient times its driver, in the gradient's type; what is handed on comes last."""
-        point, shape = self.writer.before(gradient.next), self.shape(gradient)
-        made = self._factor(driver, shape)
-        factor = made[-1] if made else driver
-        product = point.call(aten.mul.Tensor, gradient, factor)
-        made.append(self._known(product, (shape, self.shape(factor)), shape))
-        if product.meta["val"].dtype != gradient.meta["val"].dtype:
-            cast = point.call(aten._to_copy.default, product, dtype=gradient.meta["val"].dtype)
-            made.append(self._known(cast, (shape,), shape))
-        return made
+        self.made = []
+        self.writer.before(gradient.next)
+        dtype, alignment = gradient.meta["val"].dtype, aligned(self.shape(driver), self.shape(gradient))
+        assert alignment is not None
+        wide, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
+        factor = self._factor(driver, alignment)
+        along = tuple(own if place is not None else () for own, place in zip(letters, alignment.places, strict=True))
+        scaled = self.writer.call(aten.mul.Tensor, wide, factor)
+        self._known(scaled, (letters, along if self.shape(factor) else ()), letters, alignment.shape)
+        if scaled.meta["val"].dtype != dtype:
+            scaled = self.writer.call(aten._to_copy.default, scaled, dtype=dtype)
+            self._known(scaled, (letters,), letters, alignment.shape)
+        if alignment.is_split:
+            joined = self.writer.call(aten.reshape.default, scaled, self._joined_sizes(gradient, alignment))
+            self._known(joined, (letters,), self._grouped(alignment), alignment.shape)
+        return self.made
 
-    def _factor(self, driver: fx.Node, shape: Shape) -> list[fx.Node]:
-        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; nothing for a plain number."""
-        made: list[fx.Node] = []
+    def _split(self, gradient: fx.Node, driver: fx.Node, alignment: Alignment) -> fx.Node:
+        """The gradient with its driver's dimensions apart from all others."""
+        if not alignment.is_split:
+            return gradient
+        own, of_driver = self._sizes(gradient), self._sizes(driver)
+        parted = _parted(alignment.places, alignment.dims)
+        sizes = [
+            of_driver[place] if place is not None else own[i] if len(places) == 1 else -1
+            for i, places in enumerate(parted)
+            for place in places
+        ]
+        split = self.writer.call(aten.reshape.default, gradient, sizes)
+        return self._known(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
+
+    def _joined_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
+        return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
+
+    def _factor(self, driver: fx.Node, alignment: Alignment) -> fx.Node:
+        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; as a plain number if it is one."""
         own = self.shape(driver)
-        along = aligned(own, shape)
-        assert along is not None
         if singles := [i for i, dim in enumerate(own) if not dim]:
-            squeezed = tuple(dim for dim in own if dim)
-            made.append(self._known(self.writer.call(aten.squeeze.dims, driver, singles), (own,), squeezed))
-            own = squeezed
-        for i, place in enumerate(along) if own else ():
+            wide = tuple(dim for dim in own if dim)
+            letters = iter(self._letters(wide))
+            operand = tuple(next(letters) if dim else () for dim in own)
+            driver = self._known(self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(wide), wide)
+            own = wide
+        for i, place in enumerate(alignment.places) if own else ():
             if place is None:
                 wide = (*own[:i], (), *own[i:])
-                made.append(self._known(self.writer.call(aten.unsqueeze.default, made[-1] if made else driver, i), (own,), wide))
+                letters = self._letters(wide)
+                operand = (*letters[:i], *letters[i + 1 :])
+                driver = self._known(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
                 own = wide
-        return made
+        return driver
+
+    # -- facts
 
     def shape(self, node: fx.Node) -> Shape:
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
 
-    def _known(self, node: fx.Node, operands: Sequence[Shape], shape: Shape) -> fx.Node:
-        """The node, with its facts: where operands and the result have the same dimension, it runs along it."""
-        letters: dict[Letter, Dim] = dict(enumerate(shape))
-        results: LetterShape = tuple((i,) if dim else () for i, dim in letters.items())
-        signature = Signature(tuple(self._letters(operand, shape) for operand in operands), (results,))
-        self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
-        self.axes.signatures[node], self.axes.letters[node] = signature, letters  # type: ignore[index]
-        dims = self.axes.sequence_dims(shape)
-        self.demand.roles[node] = dict.fromkeys(dims, Role.ROWS)  # type: ignore[index]
-        self.demand.forms[node] = (Form.ROWS if dims else Form.SCALAR,)  # type: ignore[index]
-        return node
+    def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:
+        """The sizes of a value as arguments."""
+        sizes = size_arguments(node, writer or self.writer)
+        for size in sizes:
+            if isinstance(size, fx.Node):
+                self.demand.forms[size] = (Form.SCALAR,)  # type: ignore[index]
+                self.made.append(size)
+        return sizes
 
-    def _letters(self, operand: Shape, result: Shape) -> LetterShape:
-        """The result's letters of an operand's dimensions: those at the same places, or those that are not of size one in order."""
-        if len(operand) == len(result):
-            return tuple((i,) if dim else () for i, dim in enumerate(operand))
-        wide = iter([i for i, dim in enumerate(result) if dim])
-        return tuple((next(wide),) if dim else () for dim in operand)
+    def _letters(self, shape: Shape) -> LetterShape:
+        """A letter for each dimension that is not of size one."""
+        return tuple((i,) if dim else () for i, dim in enumerate(shape))
+
+    def _grouped(self, alignment: Alignment) -> LetterShape:
+        """The same letters for the gradient as it is."""
+        letters = iter(self._letters(alignment.shape))
+        return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
+
+    def _known(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
+        """The node, with its facts: what its letters are, and that it only runs along them."""
+        shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in result)
+        self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
+        self.axes.signatures[node] = Signature(tuple(operands), (result,))  # type: ignore[index]
+        self.axes.letters[node] = dict(enumerate(letters))  # type: ignore[index]
+        rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
+        self.demand.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
+        self.demand.forms[node] = (Form.ROWS if rows else Form.SCALAR,)  # type: ignore[index]
+        self.made.append(node)
+        return node
