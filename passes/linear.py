@@ -70,6 +70,14 @@ LINEAR_IN: dict[Any, tuple[int, ...]] = {
     aten.silu_backward.default: (0,),
     aten.gelu_backward.default: (0,),
     aten.threshold_backward.default: (0,),
+    aten.hardtanh_backward.default: (0,),
+    aten.elu_backward.default: (0,),
+    aten.leaky_relu_backward.default: (0,),
+    aten.softplus_backward.default: (0,),
+    aten.log_sigmoid_backward.default: (0,),
+    aten.native_layer_norm_backward.default: (0,),
+    aten._fused_rms_norm_backward.default: (0,),
+    aten.gather.default: (0,),
     aten._to_copy.default: (0,),
 }
 
