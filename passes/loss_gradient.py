@@ -82,7 +82,7 @@ def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
         driver.replace_all_uses_with(ones[-1], delete_user_cb=between.__contains__, propagate_meta=False)
     scaled: list[list[fx.Node]] = []
     for multiple in found:
-        made = scaling.product(multiple.gradient, multiple.driver)
+        made = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
         own = inside.union(made)
         multiple.gradient.replace_all_uses_with(
             made[-1],

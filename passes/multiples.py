@@ -12,7 +12,7 @@ weight's gradient) are multiples of it, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.stage import Stage
 from streamfx.passes.fillers import is_zero
 from streamfx.passes.linear import LINEAR_IN, MOVES_ELEMENTS
-from streamfx.passes.scaling import aligned
+from streamfx.passes.scaling import Selection, aligned
 
 aten = torch.ops.aten
 SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default})
@@ -34,11 +34,15 @@ INTO_ZEROS = frozenset({aten.scatter_add.default, aten.scatter.src})
 
 @dataclass(frozen=True)
 class Multiple:
-    """A gradient that is `driver` times what it is for a driver of ones; `between` are the operators from one to the other."""
+    """A gradient that is `driver` times what it is for a driver of ones; `between` are the operators from one to the other.
+
+    All that is driven passes through the selection, if there is one.
+    """
 
     gradient: fx.Node
     driver: fx.Node
     between: frozenset[fx.Node]
+    selection: Selection | None = None
 
 
 def multiples(stage: Stage, facts: Facts) -> tuple[Multiple, ...]:
@@ -122,11 +126,17 @@ class _Finder:
         own, wanted = (tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (driver, gradient))
         if aligned(own, wanted) is None:
             return None
-        is_kept = _Keeping(driver, self.axes)
+        is_kept = _Keeping(driver, self.axes, self.forms)
         for node in ordered:
             if not is_kept.through(node):
                 return None
-        return Multiple(gradient, driver, frozenset(between)) if gradient in is_kept.driven else None
+        if gradient not in is_kept.driven or not all(self._is_passed(node, gradient, driver) for node in is_kept.selections):
+            return None
+        return Multiple(gradient, driver, frozenset(between), next(iter(is_kept.selections.values()), None))
+
+    def _is_passed(self, selecting: fx.Node, gradient: fx.Node, driver: fx.Node) -> bool:
+        """Whether a driver reaches a gradient through an operator that selects rows in no other way."""
+        return all(driver not in node.all_input_nodes for node in self._between(gradient, selecting))
 
     def _waits_for_sums(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether rows are made of a sum over rows that these operators make themselves."""
@@ -159,9 +169,11 @@ def _driven(multiple: Multiple) -> set[fx.Node]:
 class _Keeping:
     """Follows what a driver drives through linear operators that keep its axes."""
 
-    def __init__(self, driver: fx.Node, axes: AxisFacts) -> None:
-        self.axes, self.driven = axes, {driver}
-        self.atoms: tuple[Atom, ...] = tuple(atom for dim in axes.shapes[driver] for atom in axes.table.resolve(dim))
+    def __init__(self, driver: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[Form, ...]]) -> None:
+        self.axes, self.forms, self.driven = axes, forms, {driver}
+        self.shape = tuple(map(self._resolved, axes.shapes[driver]))
+        self.selections: dict[fx.Node, Selection] = {}
+        self.atoms: tuple[Atom, ...] = tuple(atom for dim in self.shape for atom in dim)
         if len(set(self.atoms)) < len(self.atoms) or _is_half(driver):
             self.driven.clear()
 
@@ -210,21 +222,33 @@ class _Keeping:
         if node.target in INTO_ZEROS:
             return positions == [2] and is_zero(operands[0])
         if node.target is aten.where.self:
-            return positions == [1, 2] or (
-                0 not in positions and _others_are_zero(operands, positions) and not self._selects(operands[0])
+            if positions == [1, 2]:
+                return True
+            return (
+                0 not in positions
+                and _others_are_zero(operands, positions)
+                and self._may_select(node, Selection(operands[0], positions == [1]))
             )
         if node.target is aten.masked_fill.Scalar:
-            return positions == [0] and bound_arguments(node)["value"] == 0 and not self._selects(operands[1])
+            is_zero_elsewhere = positions == [0] and bound_arguments(node)["value"] == 0
+            return is_zero_elsewhere and self._may_select(node, Selection(operands[1], False))
         if node.target is aten._to_copy.default:
             return bool(node.meta["val"].is_floating_point())
         return len(positions) == 1 and positions[0] in LINEAR_IN.get(node.target, ())
 
-    def _selects(self, condition: fx.Node) -> bool:
-        """Whether a condition tells rows of the driver apart. Where it selects none of a row, not even a driver that is infinite
-        reaches the result; zero times that would be no number.
-        """
-        own = {atom for dim in self.axes.shapes[condition] for atom in self._resolved(dim)}
-        return not own.isdisjoint(self.atoms)
+    def _may_select(self, node: fx.Node, selection: Selection) -> bool:
+        """Whether it can be told beforehand of which rows of the driver nothing goes on."""
+        condition = selection.condition
+        shape = tuple(map(self._resolved, self.axes.shapes[condition]))
+        if {atom for dim in shape for atom in dim}.isdisjoint(self.atoms):  # the same for all rows of the driver
+            return True
+        wide = [dim for dim in self.shape if dim]
+        along = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
+        is_outside = condition in self.axes.static and self.forms[condition] in ((Form.SCALAR,), (Form.WHOLE,))
+        if along != wide or not is_outside or self.selections:
+            return False
+        self.selections[node] = selection
+        return True
 
 
 def _is_special(letter: Letter, signature: Signature) -> bool:

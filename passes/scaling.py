@@ -22,6 +22,17 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Rows of a driver that go on where `condition` is `when`, as those that a mask leaves.
+
+    Where no row of a sequence goes on, not even a driver that is infinite reaches the gradient; zero times that is no number.
+    """
+
+    condition: fx.Node
+    when: bool
+
+
+@dataclass(frozen=True)
 class Alignment:
     """A gradient with its driver's dimensions in dimensions of their own: [(b t) d] and [b] give [b t d].
 
@@ -100,14 +111,14 @@ class Scaling:
         self._known(ones, (), self._letters(self.shape(driver)), self.shape(driver))
         return self.made
 
-    def product(self, gradient: fx.Node, driver: fx.Node) -> list[fx.Node]:
+    def product(self, gradient: fx.Node, driver: fx.Node, selection: Selection | None = None) -> list[fx.Node]:
         """The gradient times its driver, in the gradient's type; what is handed on comes last."""
         self.made = []
         self.writer.before(gradient.next)
         dtype, alignment = gradient.meta["val"].dtype, aligned(self.shape(driver), self.shape(gradient))
         assert alignment is not None
         wide, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
-        factor = self._factor(driver, alignment)
+        factor = self._factor(driver, alignment, selection)
         along = tuple(own if place is not None else () for own, place in zip(letters, alignment.places, strict=True))
         scaled = self.writer.call(aten.mul.Tensor, wide, factor)
         self._known(scaled, (letters, along if self.shape(factor) else ()), letters, alignment.shape)
@@ -136,7 +147,7 @@ class Scaling:
     def _joined_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
-    def _factor(self, driver: fx.Node, alignment: Alignment) -> fx.Node:
+    def _factor(self, driver: fx.Node, alignment: Alignment, selection: Selection | None) -> fx.Node:
         """The driver with a dimension where the gradient has its axes, and of size one elsewhere; as a plain number if it is one."""
         own = self.shape(driver)
         if singles := [i for i, dim in enumerate(own) if not dim]:
@@ -145,6 +156,10 @@ class Scaling:
             operand = tuple(next(letters) if dim else () for dim in own)
             driver = self._known(self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(wide), wide)
             own = wide
+        if selection is not None:
+            letters = self._letters(own)
+            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unselected(selection, own), 0)
+            driver = self._known(cleared, (letters, letters), letters, own)
         for i, place in enumerate(alignment.places) if own else ():
             if place is None:
                 wide = (*own[:i], (), *own[i:])
@@ -153,6 +168,23 @@ class Scaling:
                 driver = self._known(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
                 own = wide
         return driver
+
+    def _unselected(self, selection: Selection, own: Shape) -> fx.Node:
+        """Of which rows of a driver nothing goes on."""
+        condition, shape = selection.condition, self.shape(selection.condition)
+        others = [i for i, dim in enumerate(shape) if dim not in own]
+        letters = self._letters(shape)
+        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in own)
+        reduce = aten.any.dims if selection.when else aten.all.dims
+        found = condition
+        if others:
+            found = self._known(self.writer.call(reduce, condition, others), (letters,), kept, shape)
+            self.demand.roles[found] = dict.fromkeys(self.demand.roles[found], Role.WHOLE)  # type: ignore[index]
+            self.demand.forms[found] = (Form.SCALAR,)  # type: ignore[index]
+        if selection.when:
+            own_letters = self._letters(own)
+            found = self._known(self.writer.call(aten.logical_not.default, found), (own_letters,), own_letters, own)
+        return found
 
     # -- facts
 

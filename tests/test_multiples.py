@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.ir.facts import Facts
-from tests.support.tracing import compare_function
+from tests.support.tracing import compare_function, take_gradients, traced
 
 WIDTH, VOCABULARY, LENGTH = 4, 7, 6
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
@@ -299,3 +299,101 @@ def test_no_multiple(loss: Loss, batch: int) -> None:
 def test_what_mixes_sequences_in_front_of_the_head_is_not_part_of_it() -> None:
     facts_of(mixed_before)
     facts_of(mixed_before, LENGTH)
+
+
+# -- rows that are left out
+
+
+def selected(head: Head) -> Tensor:
+    return torch.where(head.labels > 1, head.logps(), 0).sum(1).square().mean()
+
+
+def filled(head: Head) -> Tensor:
+    return head.logps().masked_fill(head.labels < 2, 0).sum(1).square().mean()
+
+
+def selected_logits(head: Head) -> Tensor:
+    return head.logps(torch.where(head.labels[..., None] > 1, head.logits(), 0)).sum(1).square().mean()
+
+
+def normalized_where_there_is_any(head: Head) -> Tensor:
+    """A sequence of which nothing is selected has no length, and its gradient is zero in eager: what drives it is no number."""
+    keep = head.labels > 100 * torch.arange(len(head.labels))[:, None]
+    means = torch.where(keep, head.logps(), 0).sum(1) / keep.sum(1)
+    return torch.where(keep.any(1), means.square(), 0).sum()
+
+
+def filled_where_there_is_any(head: Head) -> Tensor:
+    drop = head.labels <= 100 * torch.arange(len(head.labels))[:, None]
+    means = head.logps().masked_fill(drop, 0).sum(1) / (~drop).sum(1)
+    return means.square().masked_fill(drop.all(1), 0).sum()
+
+
+@pytest.mark.parametrize("loss", [selected, filled, selected_logits, normalized_where_there_is_any, filled_where_there_is_any])
+def test_selected_rows(loss: Loss) -> None:
+    assert in_one_pass(facts_of(loss))
+
+
+def selected_by_what_is_made(head: Head) -> Tensor:
+    logps = head.logps()
+    return torch.where(logps > -2, logps, 0).sum(1).square().mean()
+
+
+def selected_twice(head: Head) -> Tensor:
+    logps = torch.where(head.labels > 1, head.logps(), 0)
+    return torch.where(head.labels < 5, logps, 0).sum(1).square().mean()
+
+
+def selected_beside_all(head: Head) -> Tensor:
+    logps = head.logps()
+    return (torch.where(head.labels > 1, logps, 0) + 0.1 * logps).sum(1).square().mean()
+
+
+@pytest.mark.parametrize("loss", [selected_by_what_is_made, selected_twice, selected_beside_all])
+def test_other_selections(loss: Loss) -> None:
+    assert not in_one_pass(facts_of(loss))
+
+
+# -- drivers that are zero, or no numbers
+
+
+def zero(head: Head) -> Tensor:
+    return torch.relu(head.sums() - 1e3).sum()
+
+
+def some_zero(head: Head) -> Tensor:
+    sums = head.sums()
+    return torch.relu(sums - sums.mean()).sum()
+
+
+@pytest.mark.parametrize("loss", [zero, some_zero])
+def test_drivers_that_are_zero(loss: Loss) -> None:
+    assert in_one_pass(facts_of(loss))
+
+
+def infinite(head: Head) -> Tensor:
+    """The first sequence's driver is infinite, the others' are not."""
+    large = torch.tensor([1.0, *[0.0] * (len(head.labels) - 1)], dtype=torch.float64) * 1e4
+    sums = head.sums()
+    return (large * -sums).exp().sum() + sums.square().sum()
+
+
+def test_a_driver_that_is_infinite_shows() -> None:
+    """What it reaches is no number in eager and here; rows of other sequences are untouched."""
+    x, w, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 6, WIDTH), (WIDTH, WIDTH), (WIDTH, VOCABULARY)))
+    labels, keep = torch.randint(0, VOCABULARY, (3, 6)), torch.ones(3, 6, dtype=torch.float64)
+
+    def function(x: Tensor, w: Tensor, *others: Tensor) -> Tensor:
+        q = (x @ w)[:, None]
+        x = x + F.scaled_dot_product_attention(q, q, x[:, None], is_causal=True)[:, 0] @ w
+        return infinite(Head(x, *others))
+
+    tensors = [x.requires_grad_(), w.requires_grad_(), weight, labels, keep]
+    function(*tensors).backward()
+    wanted = take_gradients(tensors)
+    recorded, _ = traced(function, tensors, chunk_size=3, loss_chunk_size=2)
+    found = take_gradients(tensors)
+    assert in_one_pass(recorded.facts[-1])
+    for name in wanted:
+        assert torch.equal(found[name].isfinite(), wanted[name].isfinite())  # type: ignore[union-attr]
+    torch.testing.assert_close(found["0"][1:], wanted["0"][1:], rtol=1e-12, atol=1e-12)  # type: ignore[index]

@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 torch.manual_seed({seed})
-model = Model().to(torch.{dtype})
+model = Model().to(torch.{dtype}){frozen}
 inputs = {{
     {inputs},
 }}
@@ -51,6 +51,9 @@ DIRECT = """\
     from tests.support.exactness import scalar_of
 
     return compare_directly(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance)"""
+FROZEN = """
+for name, parameter in model.named_parameters():
+    parameter.requires_grad_(not name.startswith(("head.", "last_norm.")))"""
 GROUPED = "from transformers.integrations import moe  # defines the grouped product\n"
 NORM = """
 
@@ -82,6 +85,7 @@ def program(decoder: Decoder) -> str:
         lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),
         seed=decoder.seed,
         dtype="float64" if is_double else "float32",
+        frozen=FROZEN if decoder.frozen == "head" else "",
         inputs=",\n    ".join(f'"{name}": {value}' for name, value in w.inputs.items()),
         options=_options(decoder),
         tolerance=TOLERANCES[decoder.precision],

@@ -81,6 +81,8 @@ class Decoder:
     lazy: bool = choice(False, True, rare=True)
     dynamic: bool = choice(False, True, rare=True)
     precision: str = choice("float64", "float32", "bfloat16 autocast", rare=True)
+    frozen: str = choice("nothing", "head")
+    sums: str = choice("plain", "masked", "selected", "normalized")
     seed: int = 0
 
     @property
@@ -122,6 +124,10 @@ def sensible(decoder: Decoder) -> Decoder:
         decoder = replace(decoder, loss="mean")
     if decoder.outputs == "hidden":
         decoder = replace(decoder, loss="mean")
+    if decoder.loss not in ("sequences", "preferences"):
+        decoder = replace(decoder, sums="plain")
+    if decoder.frozen == "head" and decoder.embedding == "tied":
+        decoder = replace(decoder, embedding="tokens")
     if decoder.precision != "float64":
         decoder = replace(decoder, layers=tuple(replace(layer, rotary="none") for layer in decoder.layers))
     layers: list[Layer] = []
