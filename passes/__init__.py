@@ -3,10 +3,13 @@
 if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
+from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import copied
 from streamfx.options import Options
 from streamfx.passes import emitters as _emitters  # noqa: F401  (fills the table of emitters)
 from streamfx.passes.axes import Axes
@@ -51,8 +54,25 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
 
 
 def run_pipeline(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
-    """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten."""
-    for step in pipeline(options):
+    """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten.
+
+    Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried.
+    """
+    steps = pipeline(options)
+    if options.memory_budget is None:
+        return _run(facts, steps, after)
+    spare = replace(facts, joint=copied(facts.joint))
+    try:
+        return _run(facts, steps, after)
+    except OverBudget as error:
+        try:
+            return _run(spare, [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps], after)
+        except OverBudget as other:
+            raise min(error, other, key=lambda item: item.smallest) from None
+
+
+def _run(facts: Facts, steps: Iterable[Pass], after: Callable[[Pass, Facts], None] | None) -> Facts:
+    for step in steps:
         facts = step.apply(facts)
         if after is not None:
             after(step, facts)

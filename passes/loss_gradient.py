@@ -12,7 +12,8 @@ is through, and is a number for each sequence. The gradient is scaled by that in
     d_hidden[b] = f(hidden[b], g[b])   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden[b] = d_1[b] * g[b]
 
 A weight's gradient has been summed over sequences and is no such multiple: a head that is trained runs in two passes. One pass
-keeps what two keep, with the gradient of what enters the stage in place of what enters it, so it is taken wherever it is there.
+is always less work; it keeps the gradient of what enters the last stage in place of what enters it. Only its last stage may be
+another one, with one boundary more to keep: where nothing else fits into a memory budget, it is given up.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ from streamfx.passes.scaling import Scaling
 
 @dataclass(frozen=True)
 class LossGradient:
+    """`may_cut` says whether the head may be given a last stage of its own for that."""
+
     name: ClassVar[str] = "loss gradient"
+    may_cut: bool = True
 
     def apply(self, facts: Facts) -> Facts:
-        for cut in _cuts(facts):
+        for cut in _cuts(facts, self.may_cut):
             stage: Stage = cut.stages.stages[-1]
             if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
                 return _moved(cut, found)
         return facts
 
 
-def _cuts(facts: Facts) -> Iterator[Facts]:
+def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
     """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
     stages: tuple[Stage, ...] = facts.stages.stages
     if stages:
-        others = (other for allowed in (False, True) if (other := with_loss_stage(facts, allowed)) is not None)
+        others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
         yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
 
 
@@ -83,12 +87,8 @@ def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
     scaled: list[list[fx.Node]] = []
     for multiple in found:
         made = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
-        own = inside.union(made)
-        multiple.gradient.replace_all_uses_with(
-            made[-1],
-            delete_user_cb=lambda user, own=own: user not in own,
-            propagate_meta=False,  # type: ignore[misc]
-        )
+        outside = {user for user in multiple.gradient.users if user not in inside and user not in made}
+        multiple.gradient.replace_all_uses_with(made[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
         scaled.append(made)
     results = facts.joint.graph.output_node().args[0]
     joint: JointGraph = replace(facts.joint, gradients=tuple(results[len(facts.joint.outputs) :]))  # type: ignore[index,arg-type]

@@ -72,7 +72,7 @@ class _Finder:
         self.drivers = tuple(self._drivers())
 
     def _late(self) -> set[fx.Node]:
-        """Sums of what is trained, which are finished when the loop of the forward stretch is through, and what is made of them."""
+        """Sums of what is trained, finished when the loop of the forward stretch is through, and what is made of them."""
         late: set[fx.Node] = set()
         for node in self.stage.forward:
             is_sum = is_tensor(node) and self.forms.get(node) == (Form.SUM,) and node in self.trained

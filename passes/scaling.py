@@ -148,12 +148,12 @@ class Scaling:
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
     def _factor(self, driver: fx.Node, alignment: Alignment, selection: Selection | None) -> fx.Node:
-        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; as a plain number if it is one."""
+        """The driver with a dimension where the gradient has its axes, and of size one elsewhere; a plain number as it is."""
         own = self.shape(driver)
         if singles := [i for i, dim in enumerate(own) if not dim]:
             wide = tuple(dim for dim in own if dim)
-            letters = iter(self._letters(wide))
-            operand = tuple(next(letters) if dim else () for dim in own)
+            remaining = iter(self._letters(wide))
+            operand = tuple(next(remaining) if dim else () for dim in own)
             driver = self._known(self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(wide), wide)
             own = wide
         if selection is not None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+from streamfx.errors import OverBudget
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import VOCABULARY
@@ -57,7 +59,7 @@ def frozen(step: Step) -> Step:
     return step
 
 
-# Objectives whose gradient is no multiple of one number per sequence: of two, of ratios that tokens share, of a head that is trained.
+# Objectives whose gradient is no multiple of one number per sequence: of two, of ratios that all tokens share.
 IN_TWO_PASSES = {"dpo_with_sft", "gspo_per_token"}
 OF_OTHER_HEADS = {"reward_of_pairs", "scores_then_last", "last_token_classes", "process_rewards"}
 
@@ -207,7 +209,7 @@ def test_numbers_of_sequences_that_change() -> None:
 
 @pytest.mark.parametrize(("dtype", "is_moved"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_low_precision(dtype: torch.dtype, is_moved: bool) -> None:
-    """In bfloat16 gradients are as near to the truth as eager's, on average; in float16 one for ones might vanish, and nothing moves."""
+    """In bfloat16 gradients are as near to the truth as eager's, on average; in float16 those for ones might vanish."""
     own_distance, eager_distance = 0.0, 0.0
     for seed in range(4):
         low = Small().to(dtype)
@@ -221,3 +223,19 @@ def test_low_precision(dtype: torch.dtype, is_moved: bool) -> None:
         own_distance += distance({name: parameter.grad for name, parameter in low.named_parameters()}, truth)
         eager_distance += distance({name: parameter.grad for name, parameter in eager.named_parameters()}, truth)
     assert own_distance <= 1.1 * eager_distance
+
+
+def test_the_smallest_plan_that_is_named_is_taken() -> None:
+    """With a last stage of its own for the head or without one, whichever fits."""
+    own = Small()
+    eager = deepcopy(own)
+    given = some_ids(rows=256)
+    with pytest.raises(BackendCompilerFailed) as found:
+        torch.compile(own, backend=recorder(memory_budget=1))(given)
+    error = found.value.inner_exception
+    assert isinstance(error, OverBudget)
+    torch._dynamo.reset()
+    budget = int(error.smallest * 1.01)
+    for call in (torch.compile(own, backend=recorder(memory_budget=budget)), eager):
+        call(given).backward()
+    same_gradients(own, eager)

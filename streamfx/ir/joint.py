@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
         gradients=results[num_outputs:],
         forward=forward | parts,
     )
+
+
+def copied(joint: JointGraph) -> JointGraph:
+    """The same with a graph of its own."""
+    return joint_graph(copy.deepcopy(joint.graph), len(joint.primals), len(joint.outputs))
 
 
 def is_tensor(node: Any) -> bool:

@@ -64,7 +64,9 @@ def _of_sequences(w: Writer, kind: str) -> None:
     time = w.layout.time
     w.line("each = torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)")
     if w.decoder.sums in ("masked", "selected"):
-        w.line({"masked": "each = each * (labels != 1)", "selected": "each = torch.where(labels != 1, each, 0.0)"}[w.decoder.sums])
+        w.line(
+            {"masked": "each = each * (labels != 1)", "selected": "each = torch.where(labels != 1, each, 0.0)"}[w.decoder.sums]
+        )
     w.line(f"total = each.sum({time})" + (f" / (1 + (labels != 1).sum({time}))" if w.decoder.sums == "normalized" else ""))
     if kind == "preferences":
         w.line("loss = -F.logsigmoid(0.1 * (total[0] - total[-1])) - F.logsigmoid(0.1 * total).mean()")
