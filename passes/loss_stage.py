@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import networkx
 from torch import fx
@@ -46,23 +47,30 @@ class _Search:
         earlier = self._ancestors({node for node in self.nodes if self._is_earlier(node, heads)})
         if not heads or not heads.isdisjoint(earlier):
             return frozenset()
-        network = networkx.DiGraph()
-        for node in self.nodes:
-            network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
-            if node in earlier:
-                network.add_edge((node, "in"), EARLIER, capacity=math.inf)
-            if node in heads:
-                network.add_edge(LAST, (node, "in"), capacity=math.inf)
-            for source in node.all_input_nodes:
-                if (source, "in") in network:
-                    network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
-                    network.add_edge((source, "in"), (node, "in"), capacity=math.inf)
+        network = self._network(heads, earlier)
         if EARLIER not in network:
             return frozenset()
         bytes_cut, (late, _) = networkx.minimum_cut(
             network, LAST, EARLIER
         )  # of all minimum cuts the one nearest to what is earlier
         return frozenset(node for node in self.nodes if (node, "in") in late) if bytes_cut < UNCUTTABLE else frozenset()
+
+    def _network(self, heads: set[fx.Node], earlier: set[fx.Node]) -> Any:
+        """Edges lead from what is made to what it is made of; the way through a value costs its bytes."""
+        network, made = networkx.DiGraph(), set(self.nodes)
+        for node in heads:
+            network.add_edge(LAST, (node, "in"), capacity=math.inf)
+        for node in self.nodes:
+            if node in earlier:
+                continue
+            network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
+            for source in made.intersection(node.all_input_nodes):
+                network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
+                if source in earlier:
+                    network.add_edge((source, "out"), EARLIER, capacity=self._bytes(source))
+                else:  # what is made of a value of the last stage is of the last stage
+                    network.add_edge((source, "in"), (node, "in"), capacity=math.inf)
+        return network
 
     def _heads(self) -> set[fx.Node]:
         """Products of rows that trained weights lead to and after which no other product comes."""
