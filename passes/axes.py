@@ -65,9 +65,8 @@ class Axes:
             return replace(facts, axes=AxisFacts(AxisTable(), {}, {}, {}, {}, {}, frozenset()))
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
-        split = _split_axes(facts.joint, axes, sequence)
-        kept = axes_of(facts.joint, split) if split else axes
-        if split and len(kept.declined) == len(axes.declined):  # else an input of all rows of all sequences: [(b t)]
+        if split := _split_axes(facts.joint, axes, sequence):
+            kept = axes_of(facts.joint, split)
             whole = sequence_axis(facts.joint, kept)
             places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
             if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
@@ -88,7 +87,8 @@ def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
 def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
     """Dimensions of inputs that some view cuts into blocks: where one is the sequence, its rows stay single.
 
-    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks.
+    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks. An input of all rows of all
+    sequences, one after the other, is not cut into blocks: [(b t)] beside another input [b t d].
     """
     table = axes.table
     whole = {
@@ -98,7 +98,8 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
         for i, dim in enumerate(axes.shapes[node])
         if len(dim) == 1
     }
-    split = {place for place, dim in whole.items() if len(table.resolve(dim)) > 1}
+    single = {atom for dim in whole.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
+    split = {place for place, dim in whole.items() if not single.issuperset(table.resolve(dim))}
     if sequence is not None and _has_split_relative(axes, sequence):
         split |= {place for place, dim in whole.items() if table.resolve(dim) == (sequence.main,)}
     return frozenset(split)

@@ -221,7 +221,8 @@ def test_explained(tmp_path: Path, peft: Any) -> None:
     assert model.base_model.model.model.layers[0].mlp.up_proj.weight is weight
 
 
-@pytest.mark.parametrize("bits", [pytest.param("nf4", marks=pytest.mark.long), "int8"])
+@pytest.mark.long
+@pytest.mark.parametrize("bits", ["nf4", "int8"])
 def test_a_trainer_on_quantized_weights(bits: str, tmp_path: Path, peft: Any) -> None:
     pytest.importorskip("trl")
     options = {"bnb_4bit_quant_type": "nf4", **FOUR} if bits == "nf4" else EIGHT

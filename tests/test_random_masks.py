@@ -59,7 +59,7 @@ HIDINGS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(visible(), st.sampled_from(HIDINGS), st.integers(1, 10), st.integers(0, 99))
 def test_random_masks(expression: str, hiding: str, chunk_size: int, seed: int) -> None:
     """Whatever a mask is found to be, the result is exact. Each row sees itself, else eager's own result is NaN."""
@@ -77,7 +77,7 @@ def test_random_masks(expression: str, hiding: str, chunk_size: int, seed: int) 
     compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(visible(), st.booleans(), st.booleans(), st.integers(1, 10), st.integers(0, 99))
 def test_random_fused_masks(expression: str, additive: bool, causal: bool, chunk_size: int, seed: int) -> None:
     """The same, of a fused operator, where rows that see nothing give zero."""

@@ -92,7 +92,7 @@ def test_losses_are_exact(name: str) -> None:
         assert largest < ids.numel() * VOCABULARY // 2
 
 
-@pytest.mark.parametrize("name", ["cross entropy, shifted", "Trainer's smoothing", "DPO"])
+@pytest.mark.parametrize("name", ["Trainer's smoothing", "DPO"])
 def test_lengths_that_change_share_two_forms(name: str) -> None:
     """The first length has a form of its own, the second one a form for all: in evaluation and in training."""
     network, loss = model(), STREAMED[name]
