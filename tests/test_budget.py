@@ -148,7 +148,7 @@ def test_inductor_makes_of_it_what_it_makes_without_us() -> None:
 def test_what_does_not_fit_says_how_much_it_takes() -> None:
     model, ids = model_of(), torch.randint(1, hf.VOCABULARY, (1, LENGTH))
     with pytest.raises(streamfx.OverBudget, match="smallest possible peak is") as caught:
-        streamfx.explain(model, input_ids=ids, labels=ids, options={"memory_budget": "300KiB"})
+        streamfx.explain(model, input_ids=ids, labels=ids, options={"memory_budget": "300KiB", "keep_every": 1, "save": "inputs"})
     assert "parameters" in str(caught.value)
     assert caught.value.smallest > 300 << 10
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="smallest possible peak is"):

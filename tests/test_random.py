@@ -19,13 +19,13 @@ def assert_exact(numbers: range) -> None:
         assert failure is None, f"decoder {number}, made smaller: {smallest(failure)}"
 
 
-@pytest.mark.parametrize("first", range(0, 100, EACH))
+@pytest.mark.parametrize("first", range(0, 60, EACH))
 def test_is_exact(first: int) -> None:
     assert_exact(range(first, first + EACH))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(100, 5100, 10 * EACH))
+@pytest.mark.parametrize("first", range(60, 5060, 10 * EACH))
 def test_many_are_exact(first: int) -> None:
     assert_exact(range(first, first + 10 * EACH))
 

@@ -157,7 +157,7 @@ def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path, monkeypatch: p
     assert before == utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
 
-LONG = {"completion only", "smoothed", "ipo", "two passes", "old name"}
+LONG = {"completion only", "smoothed", "ipo", "two passes", "old name", "packing", "assistant only", "checkpointing"}
 VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "packing": ("sft", None, {"packing": True, "max_length": 48}),
     "completion only": ("sft", tiny.prompts_and_completions, {"completion_only_loss": True}),

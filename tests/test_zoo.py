@@ -25,12 +25,8 @@ SPREAD = {
     "diffllama": {"causal"},  # differential
     "falcon": {"causal"},  # one key head, parallel
     "gemma2": {"causal", "window(8)"},  # softcap, sandwich norms
-    "gptj": {"causal"},  # partial rotary, spelled-out attention
     "granite_swa": {"causal"},  # sinks by a sigmoid
     "llama4_text": {"causal"},  # chunked attention, experts over all rows
-    "opt": {"causal"},  # learned positions, biases
-    "mpt": {"causal"},
-    "stablelm": {"causal"},
 }
 REST = [name for name in model_types() if name not in SPREAD]
 

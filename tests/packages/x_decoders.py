@@ -56,15 +56,15 @@ CAUSAL, WINDOW, MASKED = {"causal"}, {"window(7)"}, {"masked"}
 # what is run each time, and the attention that has to be found
 SPREAD: dict[str, tuple[Builder, set[str] | None]] = {
     "forgetting": (decoder(attn_data_dependent_alibi=True), CAUSAL),
-    "gated residual": (decoder(gate_residual=True), CAUSAL),
-    "memory tokens": (decoder(wrapper={"num_memory_tokens": 4}), CAUSAL),
     "slopes": (decoder(alibi_pos_bias=True, alibi_num_heads=2, attn_flash=True), CAUSAL),
-    "talking heads": (decoder(attn_pre_talking_heads=True, attn_post_talking_heads=True), CAUSAL),
     "values of the first layer": (decoder(add_value_residual=True), CAUSAL),
 }
 
 # what runs with --long
 MORE: dict[str, tuple[Builder, set[str] | None]] = {
+    "gated residual": (decoder(gate_residual=True), CAUSAL),
+    "memory tokens": (decoder(wrapper={"num_memory_tokens": 4}), CAUSAL),
+    "talking heads": (decoder(attn_pre_talking_heads=True, attn_post_talking_heads=True), CAUSAL),
     "plain": (decoder(), CAUSAL),
     "hyper-connections": (decoder(num_residual_streams=2), CAUSAL),
     "rotary, swiglu": (decoder(rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True, ff_swish=True, ff_no_bias=True), CAUSAL),
