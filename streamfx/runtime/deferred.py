@@ -236,7 +236,8 @@ def _let_gradient_spread(tensor: DeferredTensor) -> None:
 
 def _spreading(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     def marked(gradient: Tensor) -> Tensor:
-        return DeferredTensor(Cell(gradient, value=gradient.detach(), spreads=True), gradient.device)
+        own = gradient.detach().clone()  # read when the gradient of all is made: a hook may have written into this one by then
+        return DeferredTensor(Cell(own, value=own, spreads=True), gradient.device)
 
     # one that has a history of its own (create_graph=True) has to keep it
     return tuple(marked(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
