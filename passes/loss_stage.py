@@ -11,6 +11,7 @@ the cut, but no attention and no weight that is trained: a minimum cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -44,18 +45,17 @@ class _Search:
     def found(self) -> frozenset[fx.Node]:
         """The operators of the stage; empty where heads lead to attention or are trained."""
         heads = self._heads()
-        earlier = self._ancestors({node for node in self.nodes if self._is_earlier(node, heads)})
+        earlier = ancestors(tuple(node for node in self.nodes if self._is_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
             return frozenset()
         network = self._network(heads, earlier)
         if EARLIER not in network:
             return frozenset()
-        bytes_cut, (late, _) = networkx.minimum_cut(
-            network, LAST, EARLIER
-        )  # of all minimum cuts the one nearest to what is earlier
+        # of all minimum cuts the one nearest to what is earlier
+        bytes_cut, (late, _) = networkx.minimum_cut(network, LAST, EARLIER)
         return frozenset(node for node in self.nodes if (node, "in") in late) if bytes_cut < UNCUTTABLE else frozenset()
 
-    def _network(self, heads: set[fx.Node], earlier: set[fx.Node]) -> Any:
+    def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
         """Edges lead from what is made to what it is made of; the way through a value costs its bytes."""
         network, made = networkx.DiGraph(), set(self.nodes)
         for node in heads:
@@ -100,13 +100,6 @@ class _Search:
         found = {node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node)}
         for node in self.nodes:
             if not self._is_in_loop(node) and any(source in found for source in node.all_input_nodes):
-                found.add(node)
-        return found
-
-    def _ancestors(self, roots: set[fx.Node]) -> set[fx.Node]:
-        found = set(roots)
-        for node in reversed(self.nodes):
-            if any(user in found for user in node.users):
                 found.add(node)
         return found
 

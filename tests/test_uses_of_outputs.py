@@ -111,6 +111,17 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+def metrics(logits: Tensor, ids: Tensor) -> list[Tensor]:
+    return [
+        (logits.argmax(-1) == ids).double().mean(),
+        entropy(logits),
+        token_logps(logits[:, :-1], ids[:, 1:]),
+        logits.float().logsumexp(-1),
+        *logits.topk(5, -1),
+        logits[:, -3:].softmax(-1).amax(-1),
+    ]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_metrics(mode: str) -> None:
     network, ids = model(), some_ids()
@@ -118,22 +129,8 @@ def test_metrics(mode: str) -> None:
         logits, dense = torch.compile(network, backend="streambp", options=OPTIONS)(ids), network(ids)
         assert isinstance(logits, DeferredTensor)
         with Largest() as largest:
-            ours = [
-                (logits.argmax(-1) == ids).double().mean(),
-                entropy(logits),
-                token_logps(logits[:, :-1], ids[:, 1:]),
-                logits.float().logsumexp(-1),
-                *logits.topk(5, -1),
-                logits[:, -3:].softmax(-1).amax(-1),
-            ]
-        theirs = [
-            (dense.argmax(-1) == ids).double().mean(),
-            entropy(dense),
-            token_logps(dense[:, :-1], ids[:, 1:]),
-            dense.float().logsumexp(-1),
-            *dense.topk(5, -1),
-            dense[:, -3:].softmax(-1).amax(-1),
-        ]
+            ours = metrics(logits, ids)
+        theirs = metrics(dense, ids)
     with torch.no_grad():
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype
@@ -271,6 +268,22 @@ def test_hooks_and_kept_gradients() -> None:
         F.cross_entropy(logits.flatten(0, 1), some_ids().flatten()).backward()
         assert logits.grad is not None
         found.append([logits.grad * 1, *(p.grad.clone() for p in network.parameters() if p.grad is not None)])
+    assert_close(*found)
+
+
+def test_a_gradient_may_be_written_to_once_it_was_used() -> None:
+    """One gradient goes to two uses; the one that comes later has a hook that empties it."""
+    found = []
+    for network, logits in lazy_and_dense():
+        network.zero_grad()
+        scale = torch.ones(2, 36, 1, dtype=torch.float64, requires_grad=True)
+        emptied = scale * 2
+        logps = logits.log_softmax(-1).gather(-1, some_ids()[..., None])
+        seen: list[Tensor] = []
+        logps.register_hook(seen.append)
+        logits.register_hook(lambda gradient, seen=seen: [item.zero_() for item in seen] and None)
+        (logps.square() * emptied).sum().backward()
+        found.append([p.grad.clone() for p in network.parameters() if p.grad is not None])
     assert_close(*found)
 
 

@@ -26,6 +26,7 @@ from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.cells import Cell, Step
 from streamfx.runtime.forms import Family, Form, Numbers, any_size, graph_for, layout_of, shapes_for, single, wider
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rebuild import Modes, Source, UseCompiler
 from streamfx.runtime.steps import compacted
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes, with_sizes
@@ -33,7 +34,6 @@ from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_m
 aten = torch.ops.aten
 MOST_GRAPHS = 64  # compiled in one process: a program that asks for more has numbers in it that never repeat
 MOST_FORMS = 6  # of one graph, for sizes that do not belong together
-COPIES_WHERE_NEEDED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 def made_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
