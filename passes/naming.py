@@ -1,4 +1,4 @@
-"""Names of stages, and the user's own source lines, from what tracing left on the nodes. For people only."""
+"""Names of stages, from what tracing left on the nodes. For people only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from streamfx.ir.lines import frame_of
 from streamfx.passes.linear import CONTRACTIONS
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n?\s*(.*)')
-_LIBRARY = ("/torch/", "<string>", "<eval_with_key>")
 
 
 def module_path(node: fx.Node) -> str:
@@ -52,21 +50,5 @@ def stage_name(nodes: Sequence[fx.Node]) -> str:
 
 
 def _function_name(nodes: Sequence[fx.Node]) -> str:
-    functions = Counter(frame[2] for node in nodes if (frame := _frame(node)) and not frame[2].startswith("<"))
+    functions = Counter(frame[2] for node in nodes if (frame := frame_of(node)) and not frame[2].startswith("<"))
     return functions.most_common(1)[0][0] if functions else ""
-
-
-def source_line(node: fx.Node) -> str:
-    """`file:line, in function: code` of the user's code that a node comes from; empty where it is not known."""
-    frame = _frame(node)
-    if frame is None:
-        return ""
-    file, line, function, code = frame
-    return f"{file}:{line}, in {function}: {code.strip()}".rstrip(": ")
-
-
-def _frame(node: fx.Node) -> tuple[str, str, str, str] | None:
-    """(file, line, function, code) of the user's own innermost frame."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)] or frames
-    return own[-1] if own else None

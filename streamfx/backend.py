@@ -27,6 +27,7 @@ from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.outputs import WithDeferred
+from streamfx.torch_dynamo import raised_as_itself
 from streamfx.torch_private import (
     aot_autograd,
     compile_whole,
@@ -63,8 +64,9 @@ def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend: a Dynamo graph and its inputs in, a callable with the same results out."""
-    check_mode(mode)
-    return Compilation(module, resolved(options)).compile(example_inputs)
+    with raised_as_itself(module.graph):
+        check_mode(mode)
+        return Compilation(module, resolved(options)).compile(example_inputs)
 
 
 @dataclass

@@ -8,11 +8,16 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import fx
+from torch._dynamo import config
+from torch._dynamo.exc import ShortenTraceback
 
 from streamfx.errors import StreamFXError
+from streamfx.ir.lines import source_line
 
 
 def isolated() -> dict[str, Any]:
@@ -20,16 +25,73 @@ def isolated() -> dict[str, Any]:
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
-def cause_of(error: BaseException) -> Exception | None:
-    """What a compilation failed of: a refusal of the backend, or an error of the model's own; None for all others (2.11, 2.13).
+class Passing(ShortenTraceback):
+    """One of our errors on its way through Dynamo, which wraps all others of a backend and asks to report them (2.11, 2.13).
 
-    Dynamo wraps both. The place in the model becomes a note of the model's error, whose own traceback is that of the tracer.
+    Dynamo lets this kind through, and raises what `remove_dynamo_frames` returns once it has reached the call of the compiled
+    function. Each is an error of its own class, too, for who catches it on the way.
     """
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
 
-    if isinstance(error, BackendCompilerFailed):
-        inner = error.inner_exception
-        return inner if isinstance(inner, StreamFXError) else None
+    own: StreamFXError
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error itself, with the frames of the user's code alone; with all of them under `TORCHDYNAMO_VERBOSE=1`."""
+        trace = self.__traceback__
+        return self.own.with_traceback(trace if config.verbose else _frames_of_user(trace))
+
+    @property
+    def record_filename(self) -> str:
+        """What Dynamo asks for where it is about to swallow an error (`suppress_errors`): a refusal is no failure."""
+        raise self
+
+    @record_filename.setter
+    def record_filename(self, name: str) -> None:
+        """For `replay_record_enabled`."""
+
+
+@contextmanager
+def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
+    """For what a backend does with a graph: an error of ours reaches the caller of the compiled function as what it is."""
+    try:
+        yield
+    except StreamFXError as error:
+        _name_place(error, graph)
+        name = type(error).__name__
+        kind: type[Passing] = type(name, (Passing, type(error)), {"__module__": __name__})
+        passing = kind.__new__(kind, *error.args)
+        ShortenTraceback.__init__(passing, *error.args, first_useful_frame=None)
+        passing.__dict__.update(vars(error), own=error)
+        raise passing from None
+
+
+def _name_place(error: StreamFXError, graph: fx.Graph) -> None:
+    """Notes down which of the user's code was being compiled."""
+    place = next(filter(None, map(source_line, reversed(graph.nodes))), "")
+    if place and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"  raised while the code up to this line was compiled: {place}")
+
+
+def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
+    """The frames that led to the compiler, without those of torch."""
+    frames: list[TracebackType] = []
+    while trace is not None and (module := trace.tb_frame.f_globals.get("__name__", "")) != "torch._dynamo.convert_frame":
+        frames += [trace] if module.split(".")[0] != "torch" else []
+        trace = trace.tb_next
+    kept = None
+    for frame in reversed(frames):
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def cause_of(error: BaseException) -> Exception | None:
+    """What a compilation failed of: one of our own errors, or an error of the model's; None for all others (2.11, 2.13).
+
+    Dynamo wraps the model's. The place in the model becomes a note of the error, whose own traceback is that of the tracer.
+    """
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+    if isinstance(error, StreamFXError):
+        return error
     if not isinstance(error, TorchRuntimeError):
         return None
     cause: BaseException | None = error
@@ -85,7 +147,7 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
     That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
     """
-    from torch._dynamo import config, pgo
+    from torch._dynamo import pgo
 
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))

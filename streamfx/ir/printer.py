@@ -12,10 +12,10 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form, Role
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
+from streamfx.ir.lines import source_line
 from streamfx.ir.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
-from streamfx.passes.naming import source_line
 from streamfx.runtime.mask_programs import MaskProgram
 
 Lines = Iterator[str]

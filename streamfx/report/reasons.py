@@ -8,8 +8,8 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.ir.lines import source_line
 from streamfx.passes.linear import CONTRACTIONS
-from streamfx.passes.naming import source_line
 from streamfx.passes.rules.registry import rule_for
 from streamfx.report.memory import bytes_like
 from streamfx.torch_private import HigherOrderOperator

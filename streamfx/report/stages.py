@@ -10,8 +10,8 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.lines import source_line
 from streamfx.ir.stage import Stage
-from streamfx.passes.naming import source_line
 from streamfx.report.flops import is_fused_attention
 from streamfx.report.memory import LoopCost, bytes_like
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages

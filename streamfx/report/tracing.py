@@ -28,7 +28,7 @@ from streamfx.options import Options, resolved
 from streamfx.report.memory import Cost, eager_cost_of, made_like
 from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
 from streamfx.report.values import RealIntegers
-from streamfx.torch_dynamo import cause_of, compiled_apart, noted_graph_breaks, quiet_tracer
+from streamfx.torch_dynamo import cause_of, compiled_apart, noted_graph_breaks, quiet_tracer, raised_as_itself
 from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
 
 
@@ -94,7 +94,7 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
     """Fill in the graphs of a call, in the fake mode that is active."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        with real_values():
+        with real_values(), raised_as_itself(module.graph):
             return _Watched(module, call).compile(inputs)
 
     with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:

@@ -17,7 +17,7 @@ from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.options import resolved
 from streamfx.report.untouched import modules_of, randomness_kept, untouched
-from streamfx.torch_dynamo import cause_of, compiled_apart
+from streamfx.torch_dynamo import compiled_apart, raised_as_itself
 from streamfx.torch_private import is_compiled
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -43,7 +43,8 @@ def verify(
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         compilations.append(Compilation(module, given))
-        return compilations[-1].compile(inputs)
+        with raised_as_itself(module.graph):
+            return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
         with untouched(model):
@@ -57,7 +58,7 @@ def verify(
             found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
-    with compiled_apart(backend) as keywords, refused_plainly():
+    with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
 
@@ -75,17 +76,6 @@ def failing_in_eager() -> Iterator[None]:
             found=f"in eager, without the backend, it raises {told(error)}",
             do="check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
         ) from error
-
-
-@contextmanager
-def refused_plainly() -> Iterator[None]:
-    """Refusals of the backend without the compiler's words around them."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(cause := cause_of(error), StreamFXError):
-            raise cause from None
-        raise
 
 
 @dataclass(frozen=True)

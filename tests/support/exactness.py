@@ -26,6 +26,7 @@ from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.runtime.outer import OuterInterpreter, OuterRunner
+from streamfx.torch_dynamo import raised_as_itself
 
 TOLERANCE = 1e-12
 NOISE = 1e-3  # gradients below this share of all gradients are rounding: their error counts relative to that share
@@ -236,7 +237,8 @@ class Recorder:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recorded = Recorded(module, self.options)
-        function = recorded.compile(example_inputs)
+        with raised_as_itself(module.graph):
+            function = recorded.compile(example_inputs)
         self.compilations.append(recorded)  # only now: Dynamo starts anew where AOTAutograd asks it to
         return function
 
