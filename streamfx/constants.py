@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from streamfx.fingerprint import MOST_BYTES, Fingerprint, has_memory
 from streamfx.ir.pieces import NUMBERS, ORDINARY, UNKNOWN, Const, Fact, Pieces, joined
 
 MOST_PIECES = 16
@@ -71,22 +71,21 @@ def _constant_above(values: Tensor, diagonal: int) -> Fact | None:
 
 @dataclass
 class WatchedInput:
-    """One input whose values were read: where it stands, which tensor it was, and what was found."""
+    """One input whose values were read: where it stands, what it held, and what was found in it."""
 
     position: int
-    tensor: weakref.ref[Tensor]
-    version: int
+    seen: Fingerprint
     pattern: Pieces
 
     def still_holds(self, tensor: Any) -> bool:
-        """Whether the input still has the pattern; reads it again only if it is another tensor or was written to."""
+        """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
         if not isinstance(tensor, Tensor):
             return False
-        if tensor is self.tensor() and tensor._version == self.version:
+        if self.seen.change(tensor) is None:
             return True
         if pattern_of(tensor) != self.pattern:
             return False
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.seen = Fingerprint.of(tensor)
         return True
 
 
@@ -94,7 +93,8 @@ def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedI
     """The inputs that hold a mask, among those that belong to the model (`held`) rather than to its caller."""
     watched = []
     for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
-        pattern = pattern_of(tensor) if belongs and isinstance(tensor, Tensor) else None
+        readable = belongs and has_memory(tensor) and tensor.nbytes <= MOST_BYTES
+        pattern = pattern_of(tensor) if readable else None
         if pattern is not None:
-            watched.append(WatchedInput(position, weakref.ref(tensor), tensor._version, pattern))
+            watched.append(WatchedInput(position, Fingerprint.of(tensor), pattern))
     return watched

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from streamfx.errors import StaleOutput
+from streamfx.fingerprint import Fingerprint
 from streamfx.ir.recipe import Context, GivenSize, Program, Recipe
 from streamfx.torch_private import no_saved_tensor_hooks
 
@@ -67,28 +68,17 @@ def run_program(program: Program, values: Sequence[Any]) -> Any:
 
 @dataclass
 class _Kept:
-    """A tensor that a recipe reads, and its state when the call ended. `tensor` has the same memory and version."""
+    """A tensor that a recipe reads, and what it held when the call ended. `tensor` has the same memory and version."""
 
     name: str
     tensor: Tensor
     requires_grad: bool
-    version: int | None
-    nbytes: int
+    seen: Fingerprint
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> _Kept:
         alias = tensor.detach()
-        version = None if alias.is_inference() else alias._version
-        return _Kept(name, alias, tensor.requires_grad, version, alias.untyped_storage().nbytes())
-
-    def change(self) -> str | None:
-        """What has happened to it since."""
-        if self.version is not None and self.tensor._version != self.version:
-            times = self.tensor._version - self.version
-            return f"{self.name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"
-        if self.tensor.untyped_storage().nbytes() != self.nbytes:
-            return f"the memory of {self.name} was freed since the call"
-        return None
+        return _Kept(name, alias, tensor.requires_grad, Fingerprint.of(alias))
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ class Source:
     def current(self) -> list[Any]:
         """The values to run the recipe on; raises if one of them is not what it was in the call."""
         for kept in self._values:
-            change = kept.change() if isinstance(kept, _Kept) else None
+            change = kept.seen.change(kept.tensor, kept.name) if isinstance(kept, _Kept) else None
             if change is not None:
                 raise StaleOutput(
                     f"the output {self.recipe.name!r} is computed when it is first used, and its first use is now",

@@ -1,0 +1,125 @@
+"""Whether a tensor holds what it held: told by its version, its memory, and a checksum of its bytes.
+
+A version counter does not see writes through `.data`, `.numpy()`, `untyped_storage()`, a fused optimizer, another process or a
+kernel of somebody's own. So the bytes are summed, each 32-bit word times a random number of 64 bits: two contents that differ
+have the same sums once in 2^33 times or less, and a reordered or negated content is told from the first, too. Reading a weight
+once costs what a product with it costs for a few dozen rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from streamfx.torch_private import FakeTensor, no_modes
+
+MOST_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not relied on
+WORDS = 1 << 12  # in a row, which has one sum
+ROWS = 1 << 8  # in a block, which is summed at once: it stays in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprint:
+    """What was seen of a tensor at one time; of one without memory of its own (a subclass's), its version alone."""
+
+    layout: tuple[Any, ...]
+    version: int | None
+    nbytes: int | None = None  # of its storage
+    sums: Tensor | None = None
+
+    @staticmethod
+    def of(tensor: Tensor) -> Fingerprint:
+        """What is seen of a tensor now. Reads all its bytes; asks nothing of the device."""
+        layout, version = _layout(tensor), _version(tensor)
+        if not has_memory(tensor):
+            return Fingerprint(layout, version)
+        return Fingerprint(layout, version, tensor.untyped_storage().nbytes(), checksum(tensor))
+
+    def change(self, tensor: Tensor, name: str = "it") -> str | None:
+        """What has happened to a tensor since, in words; None where it is what it was."""
+        return self.visible_change(tensor, name) or self.hidden_change(tensor, name)
+
+    def visible_change(self, tensor: Tensor, name: str = "it") -> str | None:
+        """A change that is told without a look at the values."""
+        version = _version(tensor)
+        if self.version is not None and version is not None and version != self.version:
+            times = abs(version - self.version)
+            return f"{name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"
+        if _layout(tensor) != self.layout:
+            return f"{name} has another shape, type or device than in the call"
+        if self.sums is None:
+            return None
+        if not has_memory(tensor) or tensor.untyped_storage().nbytes() != self.nbytes:
+            return f"the memory of {name} was freed since the call"
+        return None
+
+    def hidden_change(self, tensor: Tensor, name: str = "it") -> str | None:
+        """A change that only the values show. Waits for the device that they are on."""
+        if self.sums is None:
+            return None
+        with no_modes():
+            same = torch.equal(checksum(tensor), self.sums)
+        return None if same else f"{name} holds other values than in the call (written past its version counter, as .data is)"
+
+
+def has_memory(tensor: Any) -> bool:
+    """Whether a value is a tensor whose bytes lie in memory of its own."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        return False
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Sums over the bytes of a tensor, on its device: one for each `4 * WORDS` of them."""
+    with no_modes(), torch.no_grad():
+        size = 4 * WORDS * ROWS
+        sums = [_sums(block) for piece in _pieces(tensor.detach()) for block in piece.split(size)]
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=tensor.device)
+
+
+def _sums(block: Tensor) -> Tensor:
+    """Of a block of bytes. The words are widened first: in a sum that wraps at 32 bits, pairs of signs would cancel."""
+    columns = WORDS if block.numel() >= 4 * WORDS else -(-block.numel() // 4)
+    missing = -block.numel() % (4 * columns)
+    if missing or block.storage_offset() % 4:
+        block = torch.cat((block, block.new_zeros(missing)))
+    return torch.mul(block.view(torch.int32).view(-1, columns), _factors(block.device)[:columns]).sum(1)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0x5EED)
+    with torch.inference_mode(False):
+        whole = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS,), generator=generator, device="cpu")
+        return (whole | 1).to(device)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor, without copies where it fills its memory in some order of its dimensions."""
+    if not tensor.numel():
+        return
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if size > 1 and not stride else tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    ordered = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    if ordered.is_contiguous():
+        yield ordered.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return
+    rows = max(1, 4 * WORDS * ROWS * ordered.shape[0] // ordered.nbytes)
+    yield from (part.reshape(-1).view(torch.uint8) for part in ordered.split(rows))
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
