@@ -109,7 +109,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         tensor = tensor.narrow(dim, 0, 1) if size > 1 and not stride else tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    ordered = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    ordered = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
     if ordered.is_contiguous():
         yield ordered.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return
