@@ -3,17 +3,18 @@
     loss = f(sums)    sums [b]: one per sequence    g = df/dsums [b]    d_hidden[b, t] = g[b] * (d sums[b] / d hidden[b, t])
 
 A value of a backward stretch is driven by a value g in front of it if it depends on the tangents through g alone. It is a
-multiple of g if every operator between them is linear in what g drives, and keeps each axis of g: row b of the result depends on
-row b of the operand alone, as the operators' signatures say. No size is looked at: an axis that was summed over, mixed, cut or
-moved is not kept, and one that occurs twice says nothing. A plain number has no axes to keep, so that sums over all rows (a
-weight's gradient) are multiples of it, too.
+multiple of g if every operator between them is linear in what g drives (`linearity.py`), and keeps each axis of g: row b of the
+result depends on row b of the operand alone, as the operators' signatures say. No size is looked at: an axis that was summed
+over, mixed, cut or moved is not kept, and one that occurs twice says nothing. A plain number has no axes to keep, so that sums
+over all rows (a weight's gradient) are multiples of it, too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,13 +24,10 @@ from streamfx.ir.facts import AxisFacts, Facts, Form
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.stage import Stage
-from streamfx.passes.fillers import is_zero
-from streamfx.passes.linear import LINEAR_IN, MOVES_ELEMENTS
+from streamfx.passes.linearity import all_carry, is_linear
 from streamfx.passes.scaling import Selection, aligned
 
 aten = torch.ops.aten
-SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default})
-INTO_ZEROS = frozenset({aten.scatter_add.default, aten.scatter.src})
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class _Finder:
         own, wanted = (tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (driver, gradient))
         if aligned(own, wanted) is None:
             return None
-        is_kept = _Keeping(driver, self.axes, self.forms)
+        is_kept = _Keeping(driver, gradient, self.axes, self.forms)
         for node in ordered:
             if not is_kept.through(node):
                 return None
@@ -169,19 +167,20 @@ def _driven(multiple: Multiple) -> set[fx.Node]:
 class _Keeping:
     """Follows what a driver drives through linear operators that keep its axes."""
 
-    def __init__(self, driver: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[Form, ...]]) -> None:
+    def __init__(self, driver: fx.Node, gradient: fx.Node, axes: AxisFacts, forms: Mapping[fx.Node, tuple[Form, ...]]) -> None:
         self.axes, self.forms, self.driven = axes, forms, {driver}
+        self.types = (driver.meta["val"].dtype, gradient.meta["val"].dtype)
         self.shape = tuple(map(self._resolved, axes.shapes[driver]))
         self.selections: dict[fx.Node, Selection] = {}
         self.atoms: tuple[Atom, ...] = tuple(atom for dim in self.shape for atom in dim)
-        if len(set(self.atoms)) < len(self.atoms) or _is_half(driver):
+        if len(set(self.atoms)) < len(self.atoms) or not all_carry(driver, *self.types):
             self.driven.clear()
 
     def through(self, node: fx.Node) -> bool:
         """Whether an operator is driven in no other way than linearly, row by row; remembers that it is driven."""
         if not any(source in self.driven for source in node.all_input_nodes):
             return True
-        if _is_half(node):
+        if not all_carry(node, *self.types):
             return False
         if node.target is operator.getitem:
             self.driven.add(node)
@@ -210,31 +209,13 @@ class _Keeping:
         return self.axes.table.resolve(dim)
 
     def _is_linear(self, node: fx.Node) -> bool:
-        """Whether a result is linear in the driven operands, all others being fixed."""
-        operands = tensor_operands(node)
-        positions = [i for i, operand in enumerate(operands) if operand in self.driven]
-        if not positions:  # something that is no tensor
+        """Whether a result is linear in the driven operands, all others being fixed, and it is known what it leaves out."""
+        if not is_linear(node, self.driven):
             return False
-        if node.target in MOVES_ELEMENTS:
-            return True
-        if node.target in SUMS:
-            return len(positions) == len(operands) and all(is_tensor(item) for item in node.args[:2] if isinstance(item, fx.Node))
-        if node.target in INTO_ZEROS:
-            return positions == [2] and is_zero(operands[0])
-        if node.target is aten.where.self:
-            if positions == [1, 2]:
-                return True
-            return (
-                0 not in positions
-                and _others_are_zero(operands, positions)
-                and self._may_select(node, Selection(operands[0], positions == [1]))
-            )
-        if node.target is aten.masked_fill.Scalar:
-            is_zero_elsewhere = positions == [0] and bound_arguments(node)["value"] == 0
-            return is_zero_elsewhere and self._may_select(node, Selection(operands[1], False))
-        if node.target is aten._to_copy.default:
-            return bool(node.meta["val"].is_floating_point())
-        return len(positions) == 1 and positions[0] in LINEAR_IN.get(node.target, ())
+        if node.target in LEAVES_OUT:
+            condition, when = LEAVES_OUT[node.target](bound_arguments(node), self.driven)
+            return when is None or self._may_select(node, Selection(condition, when))
+        return True
 
     def _may_select(self, node: fx.Node, selection: Selection) -> bool:
         """Whether it can be told beforehand of which rows of the driver nothing goes on."""
@@ -264,10 +245,17 @@ def _count(letter: Letter, shape: LetterShape) -> int:
     return sum(item == letter for dim in shape for item in dim)
 
 
-def _others_are_zero(operands: tuple[fx.Node, ...], positions: list[int]) -> bool:
-    return all(is_zero(operand) for i, operand in enumerate(operands) if i not in (0, *positions))
+def _taken_of_where(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+    """The condition, and where it has to be what for the driven operand to go on; None where both are driven."""
+    yes, no = arguments["self"] in driven, arguments["other"] in driven
+    return arguments["condition"], None if yes and no else yes
 
 
-def _is_half(node: fx.Node) -> bool:
-    """In float16 a gradient for the number one would vanish: loss scaling is there to prevent that."""
-    return is_tensor(node) and bool(node.meta["val"].dtype == torch.float16)
+def _taken_of_fill(arguments: dict[str, Any], driven: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
+    return arguments["mask"], False
+
+
+LEAVES_OUT: dict[Any, Callable[[dict[str, Any], Collection[fx.Node]], tuple[fx.Node, bool | None]]] = {
+    aten.where.self: _taken_of_where,
+    aten.masked_fill.Scalar: _taken_of_fill,
+}

@@ -25,8 +25,13 @@ from tests.support.exactness import (
 )
 
 
-def traced(function: Callable[..., Tensor], tensors: Sequence[Tensor], **options: Any) -> tuple[Recorded, Tensor]:
-    """Run `function`, forward and backward, through the backend; returns what was recorded and the result."""
+def traced(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], scale: float = 1.0, **options: Any
+) -> tuple[Recorded, Tensor]:
+    """Run `function`, forward and backward, through the backend; returns what was recorded and the result.
+
+    `scale` is what the result is multiplied by before its backward.
+    """
     recorded = Recorded(None, resolved({"outputs": "dense", **options}))  # type: ignore[arg-type]
     compiled = aot_function(
         function,
@@ -36,7 +41,7 @@ def traced(function: Callable[..., Tensor], tensors: Sequence[Tensor], **options
         decompositions=get_decompositions(TAKEN_APART),
     )
     result: Tensor = compiled(*tensors)
-    result.backward()
+    (scale * result if scale != 1.0 else result).backward()
     return recorded, result.detach()
 
 

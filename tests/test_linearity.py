@@ -1,0 +1,224 @@
+"""Linearity is a law: each row of the table is held against the operator itself, for every argument that it takes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch.utils import _pytree as pytree
+
+from streamfx.passes.linearity import LINEAR, carries, is_linear
+from tests.support.laws import Call
+from tests.support.samples import SAMPLES, Sizes, calls
+from tests.support.tracing import take_gradients, traced
+
+aten = torch.ops.aten
+SIZES = (Sizes(b=2, t=5, d=3, k=4, v=7), Sizes(b=3, t=3, d=3, k=3, v=3, seed=1), Sizes(b=2, t=1, d=2, k=1, v=3, seed=2))
+DECOMPOSED = {target: decomposition_table[target] for target in (aten._fused_rms_norm_backward.default,)}  # no kernel on CPUs
+OTHERS: dict[str, tuple[Any, ...]] = {  # what else an argument of a type may be
+    "Tensor": (1e-3, 0.0, 0, True, torch.zeros([]), torch.full([], 1e-3)),
+    "number": (0, 1e-3, 2, -0.5, True),
+    "float": (0.0, 0.5, 2.0),
+    "int": (0, 1, 2, -1, torch.int64, torch.float32),
+    "bool": (True, False),
+    "Optional[int]": (None, 0, 1, torch.int64, torch.bool, torch.float32, torch.float64),  # types are integers to a schema
+    "str": ("none", "tanh"),
+}
+
+
+def more_calls(s: Sizes) -> dict[Any, Sequence[tuple[Any, ...]]]:
+    """Calls of operators whose rule needs no sample, because torch tags them as pointwise, or whose sample has no numbers."""
+    g, x, row = s.draw(s.b, s.d), s.draw(s.b, s.d), s.draw(s.d)
+    backward = ((g, x),)
+    return {
+        **dict.fromkeys((aten.neg.default, aten.clone.default), ((g,),)),
+        aten._fused_rms_norm_backward.default: [(g, x, [s.d], s.positive(s.b, 1), row, [True, True])],
+        **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), ((g, x), (g, row), (row, g), (g, torch.zeros([])))),
+        **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), ((g, x), (g, row), (g, 3.0))),
+        **dict.fromkeys((aten.mul.Scalar, aten.div.Scalar), ((g, 3.0),)),
+        aten.where.self: [(s.booleans(s.b, s.d), g, x), (s.booleans(s.b, 1), g, torch.zeros([]))],
+        aten.masked_fill.Scalar: [(g, s.booleans(s.b, s.d), 0.0)],
+        **dict.fromkeys((aten.tanh_backward.default, aten.sigmoid_backward.default, aten.silu_backward.default), backward),
+        aten.gelu_backward.default: backward,
+        aten.native_dropout_backward.default: [(g, s.booleans(s.b, s.d), 2.0)],
+        aten.threshold_backward.default: [(g, x, 0.0)],
+        aten.hardtanh_backward.default: [(g, x, -0.5, 0.5)],
+        aten.elu_backward.default: [(g, 1.0, 1.0, 1.0, False, x)],
+        aten.leaky_relu_backward.default: [(g, x, 0.1, False)],
+        aten.softplus_backward.default: [(g, x, 1.0, 20.0)],
+        aten.log_sigmoid_backward.default: [(g, x, aten.log_sigmoid_forward(x)[1])],
+    }
+
+
+def base_calls(target: Any, sizes: Sizes) -> Iterator[Call]:
+    torch.manual_seed(sizes.seed)
+    yield from (Call(target, args, {}) for args in more_calls(sizes).get(target, ()))
+    yield from calls(target, sizes) if target in SAMPLES and target not in DECOMPOSED else ()
+
+
+def as_node(call: Call) -> tuple[fx.Node, list[tuple[fx.Node, Tensor]]]:
+    """The call as a node, and its tensors, where numbers that fill a tensor are seen as such."""
+    graph, tensors = fx.Graph(), []
+
+    def operand(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        if item.dim() == 0:
+            node = graph.call_function(aten.full.default, ([], item.item()), {"dtype": item.dtype})
+        else:
+            node = graph.placeholder("x")
+        node.meta["val"] = item
+        tensors.append((node, item))
+        return node
+
+    args, kwargs = pytree.tree_map(operand, (call.args, dict(call.kwargs)))
+    return graph.call_function(call.target, args, kwargs), tensors
+
+
+def variants(call: Call) -> Iterator[Call]:
+    """The call, and with each of its arguments given as something else."""
+    yield call
+    for position, argument in enumerate(call.target._schema.arguments):
+        for other in OTHERS.get(str(argument.type), ()):
+            if argument.kwarg_only:
+                yield replace(call, kwargs={**call.kwargs, argument.name: other})
+            elif position <= len(call.args):
+                yield replace(call, args=(*call.args[:position], other, *call.args[position + 1 :]))
+
+
+def runs(call: Call, chosen: dict[int, Tensor]) -> list[Tensor] | None:
+    """The results with some of the tensors replaced; None where the operator does not take such arguments."""
+    numbers = itertools.count()
+
+    def operand(item: Any) -> Any:
+        return chosen.get(next(numbers), item) if isinstance(item, Tensor) else item
+
+    args, kwargs = pytree.tree_map(operand, (call.args, dict(call.kwargs)))
+    try:
+        made = DECOMPOSED.get(call.target, call.target)(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
+        return None
+    return [item for item in pytree.tree_leaves(made) if isinstance(item, Tensor)]
+
+
+def driven_choices(tensors: list[tuple[fx.Node, Tensor]]) -> Iterator[tuple[int, ...]]:
+    """Which tensors may be driven: each alone, each pair, all of those that hold fractions."""
+    floating = [i for i, (node, item) in enumerate(tensors) if item.is_floating_point() and node.op == "placeholder"]
+    chosen = [*itertools.combinations(floating, 1), *itertools.combinations(floating, 2), tuple(floating)]
+    yield from (choice for choice in dict.fromkeys(chosen) if choice)
+
+
+def claims(call: Call) -> Iterator[tuple[int, ...]]:
+    """The choices of driven tensors for which the table says that the call is linear."""
+    node, tensors = as_node(call)
+    yield from (choice for choice in driven_choices(tensors) if is_linear(node, {tensors[i][0] for i in choice}))
+
+
+def check(call: Call, choice: tuple[int, ...]) -> bool:
+    """Homogeneous and additive: f(2.5 x - 0.75 y) = 2.5 f(x) - 0.75 f(y)."""
+    torch.manual_seed(0)
+    tensors = [item for item in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(item, Tensor)]
+    x, y = ({i: torch.randn_like(tensors[i]) for i in choice} for _ in range(2))
+    of_x, of_y, of_both = (runs(call, chosen) for chosen in (x, y, {i: 2.5 * x[i] - 0.75 * y[i] for i in choice}))
+    if of_x is None or of_y is None or of_both is None:
+        return False
+    rounds = any(isinstance(value, torch.dtype) and value is not torch.float64 for value in (*call.args, *call.kwargs.values()))
+    for one, other, both in zip(of_x, of_y, of_both, strict=True):
+        bound = 1e-5 if rounds or both.dtype == torch.float32 else 1e-11
+        wanted = 2.5 * one - 0.75 * other
+        finite = wanted.isfinite()  # divided by zero, what is scaled is infinite or no number in either order
+        text = f"{call}, driven by tensor {choice}: not linear"
+        torch.testing.assert_close(both[finite].to(wanted.dtype), wanted[finite], rtol=bound, atol=bound, msg=text)
+    return True
+
+
+@pytest.mark.parametrize("target", sorted(LINEAR, key=str), ids=str)
+def test_linear(target: Any) -> None:
+    """No argument, given in any way, makes a claim untrue; and each row of the table claims something."""
+    held: set[tuple[str, ...]] = set()
+    for sizes in SIZES:
+        for call in (variant for base in base_calls(target, sizes) for variant in variants(base)):
+            for choice in claims(call):
+                if check(call, choice):
+                    held.update(_names(call, choice))
+    assert held.issuperset(name for row in LINEAR[target] for name in row.together if name != "value"), held
+
+
+def _names(call: Call, choice: tuple[int, ...]) -> set[str]:
+    """The names of the arguments that hold the chosen tensors."""
+    numbers, found = itertools.count(), set()
+    named = {argument.name: value for argument, value in zip(call.target._schema.arguments, call.args, strict=False)}
+    for name, value in {**named, **call.kwargs}.items():
+        if any(isinstance(item, Tensor) and next(numbers) in choice for item in pytree.tree_leaves(value)):
+            found.add(name)
+    return found
+
+
+def test_types_that_carry() -> None:
+    """By what a type's numbers can be, not by its name."""
+    types = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+    def found(driver: torch.dtype, gradient: torch.dtype) -> set[torch.dtype]:
+        return {dtype for dtype in types if carries(dtype, driver, gradient)}
+
+    double, single, half = torch.float64, torch.float32, torch.bfloat16
+    for gradient in (double, single, half):
+        assert found(double, gradient) == {double}
+    assert found(single, double) == {double, single}
+    assert found(single, single) == found(single, half) == found(half, half) == found(half, single) == {double, single, half}
+
+
+# -- gradients for a loss that counts five times
+
+
+def through_float8(gradient: Tensor) -> Tensor:
+    return gradient.to(torch.float8_e5m2).to(gradient.dtype)
+
+
+def summed_as_integers(gradient: Tensor) -> Tensor:
+    return gradient + (100 * gradient).sum(-1, keepdim=True, dtype=torch.int64).to(gradient.dtype)
+
+
+HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "twice": (lambda g: 2 * g, True),
+    "less the mean": (lambda g: torch.sub(g, g.mean(-1, keepdim=True), alpha=2), True),
+    "and a number": (lambda g: g + 1e-3, False),
+    "from a number": (lambda g: 1 - g, False),
+    "and ones": (lambda g: torch.sub(g, torch.ones([], dtype=g.dtype), alpha=0.01), False),
+    "padded": (lambda g: F.pad(g[..., 1:], (1, 0), value=0.3), False),
+    "joined": (lambda g: torch.cat([torch.full_like(g[..., :1], 0.2), g[..., 1:]], -1), False),
+    "clamped": (lambda g: g.clamp(-0.1, 0.1), False),
+    "float8": (through_float8, False),
+    "bfloat16": (lambda g: g.bfloat16().to(g.dtype), False),
+    "integers": (summed_as_integers, False),
+}
+
+
+def with_hook(hook: Callable[[Tensor], Tensor], x: Tensor, w: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    q = (x @ w)[:, None]
+    logits = (x + F.scaled_dot_product_attention(q, q, x[:, None], is_causal=True)[:, 0] @ w) @ head
+    logits.register_hook(hook)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_logits(name: str) -> None:
+    hook, in_one_pass = HOOKS[name]
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, 4), (4, 4), (4, 7))
+    tensors = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    tensors.append(torch.randint(0, 7, (2, 6), generator=draw))
+    (5 * with_hook(hook, *tensors)).backward()
+    wanted = take_gradients(tensors)
+    recorded, _ = traced(functools.partial(with_hook, hook), tensors, scale=5.0, chunk_size=4, loss_chunk_size=3)
+    assert bool(recorded.facts[-1].stages.stages[-1].gradient_in_forward) is in_one_pass
+    for name, gradient in take_gradients(tensors).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12)
