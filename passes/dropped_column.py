@@ -1,12 +1,14 @@
 """A softmax over keys and one more column, which is dropped afterwards (an attention sink), without that column.
 
 Scores with a column of their own beside the keys have no rows and keys alone. But a softmax over two parts is the softmax of
-each part, times that part's share of the sum:
+each part, times that part's share of the sum, and the shares are themselves a softmax of two numbers:
 
-    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w = sigmoid(logsumexp(s) - k)
+    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w, u = softmax([logsumexp(s), k])
 
-The backward half is rewritten along with it: with p = softmax(s) * w and its gradient g, the scores' gradient is
-p * (g - sum(g * p)) and the column's (w - 1) * sum(g * p). Nothing is rewritten unless every use fits.
+Where no key is seen, s is minus infinity throughout and w is zero: then the result is zero, as it is with the column, and not
+softmax(s) times zero, which is no number. The backward half is rewritten along with it: with p = softmax(s) * w and its gradient
+g, the scores' gradient is p * (g - sum(g * p)) and the column's -u * sum(g * p). u is made of its own (1 - w would lose its
+digits where the column has a small share). Nothing is rewritten unless every use fits.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.passes.building import GraphWriter
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,14 @@ def drop_columns(graph: fx.Graph) -> None:
 
 
 def _column_of(softmax: fx.Node) -> Column | None:
-    joined, _, widened = softmax.args
-    if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or widened:
+    given = bound_arguments(softmax)
+    joined = given["self"]
+    if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or given["half_to_float"]:
         return None
     arguments, rank = bound_arguments(joined), len(shape_of_node(softmax))
     pieces: list[fx.Node] = list(arguments["tensors"])
     along = int(arguments["dim"]) % rank
-    if len(pieces) != 2 or bound_arguments(softmax)["dim"] % rank != along:
+    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or given["dim"] % rank != along:
         return None
     counts = [shape_of_node(piece)[along] for piece in pieces]
     if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):
@@ -92,41 +94,49 @@ def _bounds(node: fx.Node, found: Column) -> tuple[int, int] | None:
 
 def _is_backward(node: fx.Node, found: Column) -> bool:
     """The gradient of the scores' part alone, of which scores and column take their parts."""
-    if node.target is not aten._softmax_backward_data.default or node.args[1] is not found.softmax:
+    if node.target is not aten._softmax_backward_data.default:
         return False
-    gradient = node.args[0]
+    arguments, softmax = bound_arguments(node), found.softmax.meta["val"]
+    gradient = arguments["grad_output"]
+    is_of_this = arguments["output"] is found.softmax and arguments["dim"] % softmax.dim() == found.dim
+    if not is_of_this or arguments["input_dtype"] != softmax.dtype or node.meta["val"].dtype != softmax.dtype:
+        return False
     if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
         return False
     parts = (found.is_scores, found.is_column)
-    return _bounds(gradient, found) == found.is_scores and all(
-        any(_is_part(user, found, part) for part in parts) for user in node.users
-    )
+    fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.is_scores
+    return fits and all(any(_is_part(user, found, part) for part in parts) for user in node.users)
 
 
 def _rewrite(found: Column, graph: GraphWriter) -> None:
     softmax, dim = found.softmax, found.dim
     dtype = softmax.meta["val"].dtype
     writer = graph.before(softmax)
-    scores, column = (_as(writer, value, torch.float32 if dtype in HALF else dtype) for value in (found.scores, found.column))
-    total = writer.call(aten.logsumexp.default, scores, [dim], True)
-    share = writer.call(aten.sigmoid.default, writer.call(aten.sub.Tensor, total, column))
+    scores, column = (_as(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
+    share, rest = _shares(writer, writer.call(aten.logsumexp.default, scores, [dim], True), column, dim)
     kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
+    kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
     result = _as(writer, kept, dtype)
     for user in list(softmax.users):
         if user.target is aten.slice.Tensor:
             user.replace_all_uses_with(result)
         else:
-            _rewrite_backward(found, user, graph.before(user), kept, share)
+            _rewrite_backward(found, user, graph.before(user), kept, rest)
 
 
-def _rewrite_backward(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, share: fx.Node) -> None:
-    gradient = backward.args[0].args[0]  # type: ignore[union-attr]
-    assert isinstance(gradient, fx.Node) and is_tensor(gradient)
+def _shares(writer: GraphWriter, total: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
+    """What share of the whole sum the scores have, and the column; no numbers where the whole softmax is none."""
+    shares = writer.call(aten._softmax.default, writer.call(aten.cat.default, [total, column], dim), dim, False)
+    return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
+
+
+def _rewrite_backward(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> None:
+    gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
     dtype = backward.meta["val"].dtype
     gradient = _as(writer, gradient, kept.meta["val"].dtype)
     total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, kept), [found.dim], True)
     of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
-    of_column = writer.call(aten.mul.Tensor, writer.call(aten.sub.Scalar, share, 1), total)
+    of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
     results = {found.is_scores: _as(writer, of_scores, dtype), found.is_column: _as(writer, of_column, dtype)}
     for user in list(backward.users):
         user.replace_all_uses_with(results[_bounds(user, found)])  # type: ignore[index]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.masks import INF, LENGTH, columns, qkv, rows
-from tests.support.tracing import compare_function
+from tests.support.tracing import compare_function, take_gradients, traced
 
 T = LENGTH
 
@@ -69,6 +71,51 @@ def test_a_sink_beside_the_keys(first: bool, shifted: bool, hidden: float) -> No
 
     sink = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
     compare_function(function, [*qkv(), sink], (2, 1, 4), streams=True, attention={"causal"})
+
+
+@pytest.mark.parametrize("level", [-40.0, -20.0, 8.0, -INF, INF])
+@pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
+def test_a_sink_over_rows_that_see_no_key(hidden: float, level: float) -> None:
+    """All of their mass is the sink's, and its gradient keeps its digits however small its share is elsewhere."""
+    seen = torch.ones(2, T, dtype=torch.bool)
+    seen[0, :2] = level == -INF  # without a sink, such rows are no numbers
+
+    def function(one: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = one
+        scores = (q @ k.transpose(-2, -1)).masked_fill((columns(T) > rows(T)) | ~seen[:, None, None, :], hidden)
+        return (with_sink(scores, sink, False, False) @ v).pow(2).sum()
+
+    sink = torch.tensor([level, 0.3], dtype=torch.float64, requires_grad=True)
+    tensors = [*qkv(), sink, seen]
+    function(*tensors).backward()
+    wanted = take_gradients(tensors)
+    traced(function, tensors, chunk_size=2)
+    for name, gradient in take_gradients(tensors).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-28, equal_nan=True)
+
+
+def test_another_gradient_of_a_sink() -> None:
+    """A gradient along another dimension than the softmax is not the softmax's."""
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, both: Tensor) -> Tensor:
+            result = torch.softmax(both, -1)
+            ctx.save_for_backward(result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return torch.ops.aten._softmax_backward_data(gradients[0], ctx.saved_tensors[0], 1, torch.float64)
+
+    def function(one: Tensor, sink: Tensor) -> Tensor:
+        q, k, v = one
+        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF)
+        both = torch.cat([scores, sink[None, :, None, None].expand(2, -1, T, 1)], -1)
+        return (Other.apply(both)[..., :-1] @ v).pow(2).sum()
+
+    sink = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    compare_function(function, [*qkv(), sink], (2,))
 
 
 def test_a_sink_that_is_used() -> None:
