@@ -12,8 +12,8 @@ from torch import fx
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, watched_inputs
 from streamfx.deferral import Deferral, defer_outputs
-from streamfx.errors import NotStreamed, OverBudget
-from streamfx.inductor import uses_inductor
+from streamfx.errors import NotStreamed, OverBudget, told
+from streamfx.inductor import blame, uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.pieces import Pieces
@@ -51,7 +51,7 @@ NOT_DEFERRED = (
 )
 
 NOT_COMPILED = (
-    "a graph that fits into the memory budget as it stands is run without a compiler: Inductor failed (%s). "
+    "a graph that fits into the memory budget as it stands is run without a compiler: %s. "
     'The result is exact; bodies="eager" asks for this without the attempt.'
 )
 
@@ -97,7 +97,7 @@ class Compilation:
         except Exception as error:
             if self.options.strict:
                 raise
-            log.warning(NOT_COMPILED, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
             self.facts.pop()
             return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
 
@@ -132,7 +132,7 @@ class Compilation:
         except Exception as error:
             if self.options.strict:
                 raise
-            log.warning(NOT_DEFERRED, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(NOT_DEFERRED, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             return None
         if deferral is not None:
             log.debug("%s", deferral.plan)
@@ -208,7 +208,7 @@ class Compilation:
         except Exception as error:
             if self.options.strict:
                 raise
-            log.warning(INTERNAL, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = Facts(joint, notes={"failed": f"{type(error).__name__}: {error}"})
         self.facts.append(facts)
         if self.options.strict and (reasons := facts.reasons()):

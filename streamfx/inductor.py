@@ -1,13 +1,14 @@
-"""When does Inductor compile, a whole graph or the bodies of loops?"""
+"""When does Inductor compile, a whole graph or the bodies of loops? And who is to blame where nothing was compiled?"""
 
 from __future__ import annotations
 
 from torch import fx
 
+from streamfx.errors import told
 from streamfx.ir.joint import device_of
 from streamfx.options import Options
 from streamfx.report.flops import flops_of_graph
-from streamfx.torch_private import has_compiler
+from streamfx.torch_private import InductorFailed, has_compiler
 
 WORTH_COMPILING = 10**11  # FLOPs of a step: below this, compiling takes longer than it saves in a thousand steps
 
@@ -17,3 +18,10 @@ def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     if options.bodies != "auto":
         return options.bodies == "inductor"
     return flops_of_graph(graph) >= WORTH_COMPILING and has_compiler(device_of(graph).type)
+
+
+def blame(error: Exception) -> str:
+    """For a warning that something runs without a compiler: whose failure that is."""
+    if isinstance(error, InductorFailed):
+        return f"Inductor failed ({error})"
+    return f"streamfx failed ({told(error)}; please report this)"

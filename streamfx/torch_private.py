@@ -22,6 +22,8 @@ from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.overrides import enable_reentrant_dispatch  # 2.11, 2.13
 
+from streamfx.errors import told
+
 __all__ = [
     "DISABLED_TORCH_FUNCTION",
     "ENTER_AUTOCAST",
@@ -32,6 +34,7 @@ __all__ = [
     "ZEROS_AND_SCATTER",
     "FakeTensor",
     "HigherOrderOperator",
+    "InductorFailed",
     "aot_autograd",
     "compile_for_one_size",
     "compile_for_sizes",
@@ -215,11 +218,26 @@ def _has_cpp_compiler() -> bool:
         return False
 
 
+class InductorFailed(Exception):
+    """Inductor did not compile a graph; the cause says why."""
+
+
+@contextmanager
+def inductor_runs() -> Iterator[None]:
+    """What fails inside of it is Inductor's failure, and what fails elsewhere is not."""
+    try:
+        yield
+    except Exception as error:
+        raise InductorFailed(told(error)) from error
+
+
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
     from torch._inductor.compile_fx import compile_fx
 
-    result: Callable[..., Any] = compile_fx(dynamo_copy(module)[0], inputs)  # it owns and changes what it is given
+    owned = dynamo_copy(module)[0]  # it changes what it is given
+    with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in backward
+        result: Callable[..., Any] = compile_fx(owned, inputs)
     return result
 
 
@@ -240,7 +258,7 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
     """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
     from torch._inductor import standalone_compile
 
-    with torch.no_grad(), no_modes():  # AOTAutograd watches a graph's first run with a mode of its own
+    with torch.no_grad(), no_modes(), inductor_runs():  # AOTAutograd watches a graph's first run with a mode of its own
         compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
     result: Callable[..., Any] = compiled
     return result
@@ -254,7 +272,8 @@ def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tupl
     from torch._inductor import standalone_compile
 
     def compiler(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
+        with inductor_runs():
+            compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
         return compiled
 
     return with_sizes(compiler, module, like, shapes)
@@ -275,6 +294,7 @@ def with_sizes(
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)
     n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
+    symbol = n.node.expr  # now: once it is compiled, this may be a number, or an expression in another symbol
     with torch.no_grad(), no_modes():
         with mode:
             tensors = [
@@ -282,17 +302,24 @@ def with_sizes(
             ]
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             compiled = compiler(module, [n, *tensors])
-    symbol = n.node.expr
-    least = sizes.var_to_range[symbol].lower
     conditions = [guard.expr for guard in sizes.guards]
-    fixed = symbol in sizes.replacements
+    replaced, bounds = symbol in sizes.replacements, sizes.var_to_range[symbol]
 
     @functools.cache
     def holds(number: int) -> bool:
-        allowed = number == like if fixed else number >= least
-        return bool(allowed) and all(condition.subs(symbol, number) == True for condition in conditions)  # noqa: E712  (sympy's)
+        if number == like or replaced:  # what it was compiled for, at least
+            return number == like
+        return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
 
     return compiled, holds
+
+
+def _is_met(condition: Any, symbol: Any, number: int) -> bool:
+    """Whether a guard allows a number; what cannot be told is not met."""
+    try:
+        return bool(condition.subs(symbol, number) == True)  # noqa: E712  (sympy's)
+    except (ArithmeticError, TypeError):
+        return False
 
 
 # -- looking without running

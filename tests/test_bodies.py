@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from streamfx.runtime import segments
-from streamfx.runtime.forms import Form, any_size
+from streamfx.runtime.forms import Family, Form, any_size
+from streamfx.torch_private import with_sizes
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
@@ -88,6 +89,79 @@ def test_what_does_not_compile_is_interpreted(
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor")
     assert ["no compiler here" in text for text in said(caplog)] == [True]
+
+
+def test_a_failure_of_ours_is_not_called_inductors(
+    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError(1024)
+
+    monkeypatch.setattr(segments, "shapes_for", fails)
+    monkeypatch.setattr(segments, "_told", [])
+    model, ids = Causal().double(), tokens(2, 11)
+    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
+    assert "streamfx failed (KeyError: 1024; please report this)" in said(caplog)[0]
+    assert "Inductor" not in said(caplog)[0]
+
+
+def as_number(n: Any) -> None:
+    assert int(n) == 32
+
+
+def as_eights(n: Any) -> None:
+    assert n % 8 == 0
+
+
+def below_a_hundred(n: Any) -> None:
+    assert n < 100
+
+
+def above_eight_rows(n: Any) -> None:
+    assert n * 4 > 32
+
+
+def as_any(n: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("asks", "held"),
+    [
+        (as_number, {32}),
+        (as_eights, {32, 40, 128}),
+        (below_a_hundred, {9, 31, 32, 40}),
+        (above_eight_rows, {9, 31, 32, 40, 128}),
+        (as_any, {9, 31, 32, 40, 128}),
+    ],
+)
+def test_sizes_that_compilation_settles(asks: Callable[[Any], None], held: set[int]) -> None:
+    """A compiler may find that its code is for one size, or for some: it holds for the size it was made for at least."""
+
+    def compiler(module: fx.GraphModule, inputs: list[Any]) -> Any:
+        asks(inputs[1].shape[0])
+        return module
+
+    module = fx.symbolic_trace(lambda n, x: x + n)
+    _, holds = with_sizes(compiler, module, 32, lambda n: [([n, 4], [4, 1], torch.ones(32, 4))])
+    assert holds(32)
+    assert {n for n in (9, 31, 32, 40, 128) if holds(n)} == held
+
+
+@needs_compiler
+def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
+    """A literal in the graph is as long as the chunk: the code is for that length, and is kept."""
+
+    def add(x: Tensor) -> tuple[Tensor]:
+        return (x + x.new_full((32, 4), 2.0),)
+
+    x = torch.randn(32, 4)
+    numbers = (32, 4, 4, 1)
+    form = segments.compiled(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
+    assert not said(caplog)
+    assert not isinstance(form.run, fx.GraphModule)
+    assert (form.fits(numbers), form.fits((33, 4, 4, 1))) == (True, False)
+    assert torch.equal(form.call(numbers, [x])[0], x + 2)
 
 
 ONE_STEP = """

@@ -25,7 +25,7 @@ from streamfx.errors import StreamFXError
 from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.cells import Cell, Step
-from streamfx.runtime.forms import Family, Form, Numbers, any_size, graph_for, layout_of, shapes_for, single, wider
+from streamfx.runtime.forms import Family, Form, Numbers, any_size, graph_for, layout_of, shapes_for, wider
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rebuild import Modes, Source, UseCompiler
 from streamfx.runtime.steps import compacted
@@ -234,13 +234,12 @@ def _compiled(writer: _Writer, family: Family, numbers: Numbers) -> Form:
             if family.at is None:
                 return Form(family, compile(graph, [inputs[position] for position in tensors]), any_size)
             run, holds = with_sizes(compile, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+            return Form(family, run, holds)
     except StreamFXError:
         raise
     except Exception as error:
         log.info("a use of deferred outputs makes them whole: %s", error)
         return Form(family, _nothing, any_size)
-    form = Form(family, run, holds)
-    return form if form.fits(numbers) else _compiled(writer, single(numbers), numbers)
 
 
 def _nothing(*inputs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from streamfx.inductor import blame
 from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.forms import (
@@ -26,7 +27,7 @@ from streamfx.runtime.forms import (
 from streamfx.torch_private import compile_for_one_size, compile_for_sizes
 
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
-NOT_COMPILED = "a part of a loop's body runs without a compiler: Inductor failed (%s). The result is exact, the step is slower."
+NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
 
 
 _forms: dict[Hashable, list[Form]] = {}
@@ -68,19 +69,18 @@ class Segment:
 
 
 def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:
-    """A stretch compiled for a family of sizes; where its code would hold for too few of them, for these sizes alone."""
+    """A stretch compiled for a family of sizes, or for those of the family that Inductor's code holds for."""
     graph = graph_for(module, family, inputs)
     try:
         if family.at is None:
             return Form(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
         run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+        return Form(family, run, holds)
     except Exception as error:
         if not _told:
-            log.warning(NOT_COMPILED, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
             _told.append(True)
         return Form(family, graph, any_size)
-    form = Form(family, run, holds)
-    return form if form.fits(numbers) else compiled(module, single(numbers), numbers, inputs)
 
 
 _told: list[bool] = []
