@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from torch import fx
 
 from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import joint_graph
+from streamfx.ir.joint import graph_copy, joint_graph
 from streamfx.ir.pieces import Pieces
 from streamfx.torch_private import FakeTensor, unset_fake_temporarily
 
@@ -30,7 +29,7 @@ def captured(
     position, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
     where that is not known.
     """
-    graph = copy.deepcopy(module.graph)
+    graph = graph_copy(module.graph)
     _inline_numbers(graph, module)
     output = graph.output_node()
     flat = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None)

@@ -219,7 +219,7 @@ def _has_cpp_compiler() -> bool:
 
 
 class InductorFailed(Exception):
-    """Inductor did not compile a graph; the cause says why."""
+    """Inductor could not be loaded, or did not compile a graph; the cause says why."""
 
 
 @contextmanager
@@ -233,10 +233,10 @@ def inductor_runs() -> Iterator[None]:
 
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
-    from torch._inductor.compile_fx import compile_fx
-
     owned = dynamo_copy(module)[0]  # it changes what it is given
     with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in backward
+        from torch._inductor.compile_fx import compile_fx
+
         result: Callable[..., Any] = compile_fx(owned, inputs)
     return result
 
@@ -256,9 +256,9 @@ def tracing_undone() -> Iterator[None]:
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
-    from torch._inductor import standalone_compile
-
     with torch.no_grad(), no_modes(), inductor_runs():  # AOTAutograd watches a graph's first run with a mode of its own
+        from torch._inductor import standalone_compile
+
         compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
     result: Callable[..., Any] = compiled
     return result
@@ -269,10 +269,11 @@ Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
 
 def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Let Inductor compile a graph for all sizes that follow from a number: see `with_sizes` (2.11, 2.13)."""
-    from torch._inductor import standalone_compile
 
     def compiler(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         with inductor_runs():
+            from torch._inductor import standalone_compile
+
             compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
         return compiled
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +85,14 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
 
 def copied(joint: JointGraph) -> JointGraph:
     """The same with a graph of its own."""
-    return joint_graph(copy.deepcopy(joint.graph), len(joint.primals), len(joint.outputs))
+    return joint_graph(graph_copy(joint.graph), len(joint.primals), len(joint.outputs))
+
+
+def graph_copy(graph: fx.Graph) -> fx.Graph:
+    """A graph of the same operators. (`deepcopy` also copies how arguments are packed, of which torch warns.)"""
+    own = fx.Graph()
+    own.output(own.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    return own
 
 
 def is_tensor(node: Any) -> bool:

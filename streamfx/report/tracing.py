@@ -6,7 +6,6 @@ replaced by something that only returns tensors of the right shapes. Nothing is 
 
 from __future__ import annotations
 
-import copy
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from streamfx.backend import Compilation
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.memory import Cost, eager_cost_of, made_like
@@ -184,7 +184,7 @@ class _Watched(Compilation):
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
         super().__init__(module, call.options)
         self.call = call
-        self.seen = fx.GraphModule(module, copy.deepcopy(module.graph))  # as it is before anything is rewritten
+        self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any

@@ -1,0 +1,49 @@
+"""Nothing of ours warns: a training step, `explain` and `verify` run under `-W error`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+
+import streamfx
+from tests.support.small import Causal, tokens
+
+
+class WithLogits(Causal):
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        q, k, v = (project(x)[:, None] for project in (self.q, self.k, self.v))
+        logits = self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def train(model, call):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for length in (37, 21):
+        loss, logits = call(tokens(2, length), tokens(2, length))
+        (loss + logits.amax(-1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        call(tokens(2, 21), tokens(2, 21))
+
+
+model, ids = WithLogits().double(), tokens(2, 37)
+for options in ({"chunk_size": 8}, {"memory_budget": "40KiB", "offload": "inputs"}):
+    torch._dynamo.reset()
+    train(model, torch.compile(model, backend="streambp", options=options))
+str(streamfx.explain(model, ids, ids))
+streamfx.verify(model, ids, ids, loss=lambda output: output[0])
+"""
+
+
+def test_a_step_under_w_error() -> None:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
