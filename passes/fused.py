@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument
+from streamfx.ir.joint import bound_arguments, int_argument, shape_of_node
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 
 aten = torch.ops.aten
@@ -43,12 +43,19 @@ def unify_attention(graph: fx.Graph) -> None:
 def _backwards(node: fx.Node) -> list[fx.Node] | None:
     """The backward calls of a forward call; None where its results go anywhere else, or it cannot be replaced."""
     arguments, parts = _arguments(node), _parts(node)
-    if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask"):
+    if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
     inner = {user for position, group in parts.items() if position != 0 for part in group for user in part.users}
     if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, parts) for user in inner):
         return None
     return [user for user in node.graph.nodes if user in inner]
+
+
+def _is_aligned_at_end(node: fx.Node) -> bool:
+    """Whether row i sees other keys than 0 .. i: flash attention of CUDA puts the last row beside the last key."""
+    arguments = _arguments(node)
+    rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
+    return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
 
 
 def _is_backward_of(node: fx.Node, forward: fx.Node, parts: dict[int, list[fx.Node]]) -> bool:

@@ -7,36 +7,39 @@ any of them (`passes/fused.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from streamfx.runtime import cuda_attention, layouts, plain_attention
 
 aten = torch.ops.aten
 Result: TypeAlias = "tuple[Tensor, Tensor]"
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
-FLASH_TYPES = {torch.float16, torch.bfloat16}
-FLASH_WIDTH = 256  # the widest head of the flash kernels
-BIAS_ALIGNMENT = 16  # elements: rows of a bias start at multiples of this
-LSE_ALIGNMENT = 32  # rows: the memory-efficient kernels read a log-sum-exp in blocks of so many
-
 
 class Kernels(NamedTuple):
-    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...)."""
+    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types."""
 
+    types: Collection[torch.dtype]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float | None], Result]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float | None], Gradients]
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
-    """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e]."""
-    if not query.shape[2] or not key.shape[2]:  # kernels divide by both
+    """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
+
+    With `causal`, query i sees keys 0 .. i, however many there are.
+    """
+    if not query.numel() or not key.numel():  # kernels divide by their numbers
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
-    return KERNELS[query.device.type].forward(query, key, value, bias, causal, scale)
+    bias, causal = _visible(query, key, bias, causal, scale)
+    key, value = _of_one_kind(query, key, value)
+    out, lse = _kernels(query).forward(query, key, value, bias, causal, scale)
+    return out[..., : value.shape[3]], lse
 
 
 def backward(
@@ -51,15 +54,44 @@ def backward(
     scale: float | None,
 ) -> Gradients:
     """Gradients of queries, keys and values."""
-    if not query.shape[2] or not key.shape[2]:
+    if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    return KERNELS[query.device.type].backward(gradient, query, key, value, out, lse, bias, causal, scale)
+    bias, causal = _visible(query, key, bias, causal, scale)
+    keys, values = _of_one_kind(query, key, value)
+    dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)
+    dk, dv = (plain_attention.for_groups(own, of.shape[1]) for own, of in ((dk, key), (dv, value)))
+    width = query.shape[3]
+    return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
+
+
+def _kernels(query: Tensor) -> Kernels:
+    """The device's, if they are made for numbers of this type."""
+    made = KERNELS[query.device.type]
+    return made if query.dtype in made.types else PLAIN
+
+
+def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of as many heads: kernels count those of the keys and take them for both."""
+    if key.shape[1] == value.shape[1]:
+        return key, value
+    return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
+
+
+def _visible(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor | None, bool]:
+    """The bias, of four dimensions, and whether kernels hide later keys: they hide before they scale, with minus infinity."""
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    if causal and scale is not None and scale <= 0:
+        triangle = plain_attention.triangle(query, key)
+        return (triangle if bias is None else bias + triangle), False
+    return bias, causal
 
 
 # -- CPU
 
 
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
+    query, key, value, scale = _for_cpu(query, key, value, scale)
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
 
 
@@ -74,86 +106,28 @@ def _cpu_backward(
     causal: bool,
     scale: float | None,
 ) -> Gradients:
+    query, key, value, scale = _for_cpu(query, key, value, scale)
+    gradient, out = (layouts.dense(layouts.widened(item, query.shape[3])) for item in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
-# -- CUDA: flash attention where it can, memory-efficient attention for single precision and biases
-
-
-def _is_flash(query: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    width = query.shape[-1]
-    return bias is None and query.dtype in FLASH_TYPES and width == value.shape[-1] <= FLASH_WIDTH and width % 8 == 0
-
-
-def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
-    if _is_flash(query, value, bias):
-        made = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-        return made[0], made[1]
-    key, value = (_for_all_heads(item, query) for item in (key, value))
-    bias = _aligned(bias, query, key)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
-    return out, lse[:, :, : query.shape[2]]
-
-
-def _cuda_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> Gradients:
-    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    if _is_flash(query, value, bias):
-        seed, offset = (torch.zeros(size, dtype=torch.uint64, device=query.device) for size in ((2,), ()))  # of no dropout
-        ends = (None, None, query.shape[2], key.shape[2])
-        return aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, out, lse.contiguous(), *ends, 0.0, causal, seed, offset, scale=scale
-        )
-    groups = key.shape[1]
-    key, value = (_for_all_heads(item, query) for item in (key, value))
-    bias, lse = _aligned(bias, query, key), _padded(lse)
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
-    wanted = [True, True, True, False]
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query, key, value, bias, out, lse, seed, offset, 0.0, wanted, causal, scale=scale
-    )
-    return dq, _for_groups(dk, groups), _for_groups(dv, groups)
-
-
-def _for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [b g n d], repeated for the h queries' heads."""
-    return heads if heads.shape[1] == query.shape[1] else heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
-
-
-def _for_groups(gradient: Tensor, groups: int) -> Tensor:
-    return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
-
-
-def _aligned(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A bias as the memory-efficient kernels ask for it: of all heads, its rows beginning at aligned addresses."""
-    if bias is None:
-        return None
-    keys = key.shape[2]
-    bias = bias.to(query.dtype).expand(*bias.shape[:-1], keys)
-    bias = F.pad(bias, (0, -keys % BIAS_ALIGNMENT))[..., :keys] if keys % BIAS_ALIGNMENT else bias.contiguous()
-    return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
-
-
-def _padded(lse: Tensor) -> Tensor:
-    """A log-sum-exp with the rows that the memory-efficient kernels read beyond the last: they weigh nothing."""
-    return F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")).contiguous()
+def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Heads as aten/src/ATen/native/cpu/FlashAttentionKernel.cpp reads them: cpu_flash_attention takes no stride of their last
+    dimension, and all have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu)."""
+    width = max(query.shape[3], value.shape[3])
+    if query.shape[3] < width and scale is None:
+        scale = query.shape[3] ** -0.5
+    query, key, value = (layouts.dense(layouts.widened(item, width)) for item in (query, key, value))
+    return query, key, value, scale
 
 
 KERNELS = {
-    "cpu": Kernels(_cpu_forward, _cpu_backward),
-    "cuda": Kernels(_cuda_forward, _cuda_backward),
+    "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
+    "cuda": Kernels(cuda_attention.TYPES, cuda_attention.forward, cuda_attention.backward),
 }
+PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)
 
 
 # -- the operator that the passes write

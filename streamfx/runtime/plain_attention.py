@@ -1,0 +1,65 @@
+"""Attention in plain operators, for what no fused kernel takes, and how heads that share their keys are counted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Result [b h m e] and log-sum-exp [b h m]; a row that sees no key has the result 0."""
+    key, value = (for_all_heads(item, query) for item in (key, value))
+    scores = _scores(query, key, bias, causal, scale)
+    lse = scores.logsumexp(-1)
+    return _weights(scores, lse) @ value, lse
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    keys, values = (for_all_heads(item, query) for item in (key, value))
+    weights = _weights(_scores(query, keys, bias, causal, scale), lse)
+    inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
+    dk, dv = inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
+    return inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+
+
+def triangle(query: Tensor, key: Tensor) -> Tensor:
+    """A bias that hides key j from row i where j > i."""
+    hidden = query.new_full((query.shape[2], key.shape[2]), float("-inf"))
+    return hidden.triu(1).expand(1, 1, -1, -1)
+
+
+def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [b g n d], repeated for the h queries' heads."""
+    return heads if heads.shape[1] == query.shape[1] else heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
+
+
+def for_groups(gradient: Tensor, groups: int) -> Tensor:
+    return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    scores = query @ key.transpose(-1, -2) * _scale(query, scale)
+    scores = scores if bias is None else scores + bias
+    return scores + triangle(query, key) if causal else scores
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Shares of the keys; no key has one in a row that sees none."""
+    return (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()

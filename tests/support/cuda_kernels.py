@@ -1,0 +1,268 @@
+"""Stand-ins for CUDA's fused attention, which run without a CUDA device and hold the kernels' contracts.
+
+A stand-in refuses what its kernel refuses, reads memory by the strides that its kernel computes, whatever a tensor's own are,
+and returns what its kernel returns, in the layout that it returns it in. Each check names the place in PyTorch's sources that
+says so, under aten/src/ATen/native/transformers/cuda unless a path is given. Only the arithmetic is another: in float64, which
+stands for a half type or for single precision, as `half` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamfx.runtime import cuda_attention, kernels
+
+HALF = {torch.float16, torch.bfloat16}
+SINGLE = {torch.float32}
+
+
+@contextmanager
+def in_their_place(half: bool) -> Iterator[None]:
+    """CUDA's kernels on the CPU, with float64 for a half type, or for single precision."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in STAND_INS.items():
+        library.impl(name, function, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        (HALF if half else SINGLE).add(torch.float64)
+        patch.setattr(cuda_attention, "FLASH_TYPES", HALF)
+        patch.setattr(cuda_attention, "flash_width", lambda device: 256)
+        cuda = kernels.KERNELS["cuda"]
+        patch.setitem(kernels.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE))
+        try:
+            yield
+        finally:
+            (HALF if half else SINGLE).discard(torch.float64)
+            library._destroy()
+
+
+# -- the arithmetic
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool = False
+) -> tuple[Any, Any]:
+    """Result and log-sum-exp; `last` aligns the causal mask at the last row and key."""
+    k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
+    scores = _scores(q, k, bias, causal, scale, last)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    if not causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1 + (k.shape[2] - q.shape[2]) * last), float("-inf"))
+
+
+def _gradients(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: Any, last: bool = False
+) -> Any:
+    groups, each = k.shape[1], q.shape[1] // k.shape[1]
+    key, value = (item.repeat_interleave(each, 1) for item in (k, v))
+    weights = (_scores(q, key, bias, causal, scale, last) - lse.unsqueeze(-1)).exp()
+    inner = weights * (g @ value.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
+    inner = inner * (q.shape[-1] ** -0.5 if scale is None else scale)
+    dk, dv = inner.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
+    return inner @ key, *(item.unflatten(1, (groups, each)).sum(2) for item in (dk, dv))
+
+
+# -- how kernels read and write
+
+
+def _read(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """What lies at a tensor's pointer."""
+    return tensor.as_strided(shape, strides, tensor.storage_offset())
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """at::empty_like of a tensor [b h m d] that is passed as [b m h d]: with the tensor's own layout, if it is dense."""
+    return torch.empty_like(tensor.transpose(1, 2)).copy_(values.transpose(1, 2)).transpose(1, 2)
+
+
+def _by_rows(values: Tensor) -> Tensor:
+    """at::empty of [b m h d]."""
+    return values.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, types: set[torch.dtype], alignment: int) -> None:
+    assert q.dtype in types and k.dtype == v.dtype == q.dtype
+    assert q.shape[0] == k.shape[0] == v.shape[0] and q.shape[3] == k.shape[3] and k.shape[1:3] == v.shape[1:3]
+    for item in (q, k, v):
+        assert item.stride(-1) == 1, "last dimension must be contiguous"
+        assert item.shape[-1] % alignment == 0 and all(stride % alignment == 0 for stride in item.stride()[:-1])
+        assert _is_aligned(item, alignment)
+
+
+def _is_aligned(tensor: Tensor, alignment: int) -> bool:
+    return tensor.data_ptr() % (alignment * tensor.element_size()) == 0
+
+
+def _lse_type(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)  # lse_scalar_t is float in all kernels
+
+
+# -- flash attention
+
+
+def _check_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float | None) -> bool:
+    """Whether there is a causal mask. flash_attn/flash_api.cpp: mha_fwd, mha_bwd; kernel_traits.h: loads of 16 bytes."""
+    _check_heads(q, k, v, HALF, 8)
+    assert q.shape[3] == v.shape[3] <= 256 and q.shape[1] % k.shape[1] == 0
+    assert q.numel() and k.numel() and dropout == 0
+    # flash_attn/softmax.h: scale_apply_exp2 takes the greatest score before they are scaled: it has to stay the greatest
+    assert scale is None or scale > 0
+    return causal and q.shape[2] != 1  # "causal=true is the same as causal=false in this case"
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: Any = None
+) -> Any:
+    causal = _check_flash(q, k, v, dropout, causal, scale)
+    out, lse = plain(q, k, v, None, causal, scale, last=True)  # flash_attn/mask.h: aligned at the last row
+    # mha_fwd: rng_state and _unused; out = empty_like(q)
+    state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+    return _like(q, out), lse.contiguous(), None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
+
+
+def flash_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int,
+    dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    causal = _check_flash(q, k, v, dropout, causal, scale)
+    assert ends_q is None and ends_k is None and (rows, keys) == (q.shape[2], k.shape[2])
+    assert (seed.dtype, tuple(seed.shape), offset.dtype, tuple(offset.shape)) == (torch.uint64, (2,), torch.uint64, ())
+    # mha_bwd: CHECK_SHAPE(out), CHECK_SHAPE(dout), their types; attention_backward.cu: both are made contiguous
+    assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
+    assert _is_aligned(g.contiguous(), 8) and _is_aligned(out.contiguous(), 8)
+    # mha_bwd: softmax_lse.data_ptr(), of [b h m] floats one after another, with neither type nor strides looked at
+    b, h, m = q.shape[:3]
+    assert lse.dtype == _lse_type(q) and lse.device == q.device
+    lse = _read(lse, (b, h, m), (h * m, m, 1))
+    dq, dk, dv = _gradients(g, q, k, v, out, lse, None, causal, scale, last=True)
+    return _like(q, dq), _like(k, dk), _like(v, dv)  # mha_bwd: empty_like
+
+
+# -- memory-efficient attention
+
+
+def _alignment(q: Tensor) -> int:
+    """Elements. sdp_utils.cpp: minimum_gemm_alignment and check_data_ptr_alignment_mem_efficient, from sm80 on."""
+    return 8 if q.dtype in HALF else 4
+
+
+def _check_efficient(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
+    """attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h: check_supported."""
+    _check_heads(q, k, v, HALF | SINGLE, _alignment(q))  # gemm_kernel_utils.h: DISPATCH_TYPES
+    assert q.shape[1] == k.shape[1] and dropout == 0
+    assert q.numel() and k.numel()  # kernel_backward.h: num_queries > 0, num_keys > 0
+
+
+def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """attention_backward.cu: "attn_bias: wrong shape"; kernel_backward.h: check_supported."""
+    if bias is None:
+        return
+    assert tuple(bias.shape) == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype and bias.stride(-1) == 1
+    for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True):
+        assert size <= 1 or stride % _alignment(q) == 0, "attn_bias is not correctly aligned"
+    assert _is_aligned(bias, _alignment(q))  # transform/tile_smem_loader.h: loads of 16 bytes
+    # kernel_backward.h: MatmulQK::BiasLoader; the load of the last keys brings what lies behind them, which is added as well
+    whole = -(-k.shape[2] // _alignment(q)) * _alignment(q)
+    behind = _read(bias, (*bias.shape[:3], whole), bias.stride())[..., k.shape[2] :]
+    assert bool(behind.isfinite().all())
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, with_lse: bool, dropout: float = 0.0, causal: bool = False, *,
+    scale: Any = None,
+) -> Any:  # fmt: skip
+    _check_efficient(q, k, v, dropout)
+    _check_bias(bias, q, k)
+    assert with_lse
+    out, lse = plain(q, k, v, bias, causal, scale)  # attention.cu: CausalFromTopLeft
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # kernel_forward.h: kAlignLSE
+    return _by_rows(out), lse, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+
+
+def efficient_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+    dropout: float, wanted: list[bool], causal: bool = False, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    _check_efficient(q, k, v, dropout)
+    _check_bias(bias, q, k)
+    assert wanted == [True, True, True, False]
+    # attention_backward.cu: grad_out and out are taken for what query is, whatever their types; grad_out is made contiguous
+    assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
+    assert _is_aligned(g.contiguous(), _alignment(q)) and _is_aligned(out, _alignment(q))
+    rows = _rows_of_lse(lse, q)
+    dq, dk, dv = _gradients(g, q, k, v, _out_as_read(out), rows, bias, causal, scale)
+    return _by_rows(dq), _by_rows(dk), _by_rows(dv), None  # attention_backward.cu: at::empty(query.sizes())
+
+
+def _out_as_read(out: Tensor) -> Tensor:
+    """kernel_backward.h: o_strideM() is head_dim_value * num_heads, and an element follows the other. The kernels of half types
+    read it so (kKernelComputesDelta); for single precision, attention_backward.cu computes delta from the tensor."""
+    if out.dtype not in HALF:
+        return out
+    b, h, m, e = out.shape
+    return _read(out, (b, h, m, e), (out.stride(0), out.stride(1), h * e, 1))
+
+
+def _rows_of_lse(lse: Tensor, q: Tensor) -> Tensor:
+    """mma_from_smem.h: accumApplyLSEToSmem reads rows up to a multiple of 32, with the strides of batch and head."""
+    b, h, m = q.shape[:3]
+    assert lse.dtype == _lse_type(q)  # attention_backward.cu: a pointer to floats
+    assert h <= 1 or lse.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)"  # kernel_backward.h: check_supported
+    assert b <= 1 or lse.stride(0) % 8 == 0, "LSE is not correctly aligned (strideB)"
+    assert _is_aligned(lse, 4)
+    read = _read(lse, (b, h, -(-m // 32) * 32), (lse.stride(0), lse.stride(1), 1))
+    # kernel_forward.h: "we pad logsumexp with inf, this avoids a few bound checks"
+    assert bool((read[:, :, m:] == float("inf")).all())
+    return read[:, :, :m]
+
+
+# -- cuDNN: what eager calls; streamfx calls one of the two above instead
+
+
+def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
+    """sdp_utils.cpp: check_cudnn_tensor_shapes, check_dtypes_low_precision; aten/src/ATen/native/cudnn/MHA.cpp: all strides."""
+    assert q.dtype in HALF and k.dtype == v.dtype == q.dtype and dropout == 0
+    assert q.shape[3] % 8 == 0 and v.shape[3] % 8 == 0 and k.shape[2] != 1
+
+
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, with_lse: bool, dropout: float = 0.0, causal: bool = False,
+    debug: bool = False, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    _check_cudnn(q, k, v, dropout)
+    out, lse = plain(q, k, v, bias, causal, scale)
+    state = torch.empty((), dtype=torch.int64)
+    # MHA.cpp: run_cudnn_SDP_fprop, alloc_with_matching_layout
+    return _like(q, out), lse, None, None, q.shape[2], k.shape[2], state, state.clone(), q.new_empty(0)
+
+
+def cudnn_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Any, offset: Any, bias: Tensor | None,
+    ends_q: Any, ends_k: Any, rows: int, keys: int, dropout: float, causal: bool, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    _check_cudnn(q, k, v, dropout)
+    dq, dk, dv = _gradients(g, q, k, v, out, lse, bias, causal, scale)
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_cudnn_attention": cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+}

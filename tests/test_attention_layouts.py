@@ -1,0 +1,173 @@
+"""Fused attention on operands that lie in memory in every way: the operator asks for nothing, whatever its kernels ask for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamfx.runtime import kernels
+from streamfx.runtime import plain_attention as plain
+from tests.support.cuda_kernels import in_their_place
+from tests.support.exactness import TOLERANCE, relative_error
+from tests.support.tracing import compare_function
+
+aten = torch.ops.aten
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def by_rows(x: Tensor) -> Tensor:
+    return x.movedim(-2, 0).contiguous().movedim(0, -2)
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def within(x: Tensor) -> Tensor:
+    """A part of something larger, at odd places of it."""
+    room = F.pad(x, (3, 2, 5, 1), value=float("nan"))
+    return room[..., 5 : 5 + x.shape[-2], 3 : 3 + x.shape[-1]]
+
+
+def packed(x: Tensor) -> Tensor:
+    """A third of what one projection makes."""
+    return torch.stack([x, x * 0, x], -2)[..., 0, :]
+
+
+def at_an_odd_address(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def spread(x: Tensor) -> Tensor:
+    """The first of the batch for all."""
+    return x[:1].expand_as(x)
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [as_it_is, by_rows, by_columns, within, packed, at_an_odd_address, spread]
+
+
+@dataclass
+class Drawn:
+    """Operands of an attention, in some layouts; `scale` and the causal flag are drawn as well."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+    bias: Tensor | None
+    causal: bool
+    scale: float | None
+    layouts: list[Callable[[Tensor], Tensor]]
+
+    @property
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def how(self) -> tuple[Tensor | None, bool, float | None]:
+        return self.bias, self.causal, self.scale
+
+
+def drawn(seed: int) -> Drawn:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> Tensor:
+        return draw.choice(LAYOUTS)(torch.randn(*shape, dtype=torch.float64, generator=generator))
+
+    b, m, n = draw.choice([1, 2]), draw.choice([1, 7, 32, 37]), draw.choice([1, 7, 16, 37])
+    h, of_keys, of_values = draw.choice([(4, 4, 4), (4, 2, 2), (4, 1, 1), (1, 1, 1), (4, 2, 4)])
+    d, e = draw.choice([(8, 8), (8, 8), (16, 8), (8, 16), (5, 5), (12, 20)])
+    shapes = [(b, h, m, n), (b, 1, m, n), (1, 1, m, n), (b, h, 1, n), (1, 1, m, 1), (h, m, n), (m, n)]
+    bias = tensor(*draw.choice(shapes)) if draw.random() < 0.5 else None
+    return Drawn(
+        query=tensor(b, h, m, d),
+        key=tensor(b, of_keys, n, d),
+        value=tensor(b, of_values, n, e),
+        gradient=tensor(b, h, m, e),
+        bias=bias,
+        causal=draw.random() < 0.5,
+        scale=draw.choice([None, None, 0.3, 0.0, -0.5]),
+        layouts=[draw.choice(LAYOUTS[:-1]) for _ in range(2)],
+    )
+
+
+def check(case: Drawn, hint: str) -> None:
+    out, lse = kernels.forward(*case.heads, *case.how)
+    right, right_lse = plain.forward(*case.heads, *case.how)
+    kept, kept_lse = case.layouts[0](right), case.layouts[1](right_lse[..., None])[..., 0]
+    found = kernels.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
+    wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), (right, right_lse, *wanted), strict=True):
+        assert a.shape == b.shape, (hint, name, a.shape)
+        assert relative_error(a, b, floor=1.0) < TOLERANCE, (hint, name, case)
+
+
+@pytest.mark.parametrize("device", ["cpu", "half", "single"])
+def test_any_layout_will_do(device: str) -> None:
+    with nullcontext() if device == "cpu" else in_their_place(half=device == "half"):
+        for seed in range(150):
+            check(drawn(seed), f"seed {seed}")
+
+
+def test_plain_attention_is_autograd_s() -> None:
+    """What the kernels are compared with, and what runs where there are none."""
+    for seed in range(20):
+        case = drawn(seed)
+        leaves = [item.detach().clone().requires_grad_() for item in (case.query, case.key, case.value)]
+        query, key, value = leaves
+        key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], 1) for item in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if case.scale is None else case.scale)
+        scores = scores if case.bias is None else scores + case.bias
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        truth = (scores.masked_fill(later, float("-inf")) if case.causal else scores).softmax(-1) @ value
+        truth.backward(case.gradient)
+        out, lse = plain.forward(*case.heads, *case.how)
+        found = plain.backward(case.gradient, *case.heads, out, lse, *case.how)
+        for a, b in zip((out, *found), (truth.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+            assert b is not None and relative_error(a, b, floor=1.0) < TOLERANCE, (seed, case)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_types_without_a_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's kernels know no double precision (`flex_attention` does)."""
+    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
+    check(drawn(rows), "float64")
+
+
+@pytest.fixture
+def half() -> Iterator[None]:
+    with in_their_place(half=True):
+        yield
+
+
+def test_a_causal_mask_begins_at_the_first_row(half: None) -> None:
+    """Flash attention begins at the last: where rows and keys are not as many it is not called in another's place."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in (x, y, y * y))
+        out: Tensor = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+        return out.pow(2).sum()
+
+    for keys in (9, 25):
+        x, y = (torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (17, keys))
+        compare_function(function, [x, y], (5,))
+
+
+def test_flash_attention_on_other_keys_is_left_alone(half: None) -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in (x, y, y * y))
+        out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[0]
+        return out.pow(2).sum()
+
+    inputs = [torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (9, 25)]
+    compare_function(function, inputs, (5,))
