@@ -30,6 +30,7 @@ from streamfx.runtime.outputs import WithDeferred
 from streamfx.torch_dynamo import raised_as_itself
 from streamfx.torch_private import (
     aot_autograd,
+    asked_gradients,
     compile_whole,
     default_partition,
     get_decompositions,
@@ -77,6 +78,7 @@ class Compilation:
     options: Options
     facts: list[Facts] = field(default_factory=list)
     num_inputs: int = 0
+    num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
     deferred_bytes: int = 0
@@ -170,6 +172,7 @@ class Compilation:
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
+        self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
         facts = captured(joint, count, num_fwd_outputs, static, self.patterns(count), mutated_inputs(joint.graph))
@@ -221,7 +224,7 @@ class Compilation:
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         keep_saved_tensors()
-        return OuterRunner(module, checks_gradients=True)
+        return OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return OuterRunner(module)

@@ -36,9 +36,11 @@ __all__ = [
     "HigherOrderOperator",
     "InductorFailed",
     "aot_autograd",
+    "asked_gradients",
     "compile_for_one_size",
     "compile_for_sizes",
     "compile_whole",
+    "compiling",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
@@ -83,6 +85,13 @@ def static_inputs() -> list[int]:
     """Positions of the parameters and buffers among the inputs of the graph that is being compiled (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
+
+
+def asked_gradients(count: int) -> list[bool]:
+    """Which of a forward graph's `count` inputs ask for a gradient, as it is compiled; empty if it is not known (2.11, 2.13)."""
+    context = torch._guards.TracingContext.try_get()
+    inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
+    return [bool(item.requires_grad) for item in inputs] if len(inputs) == count else []
 
 
 def keeps_graph() -> bool:
@@ -229,6 +238,13 @@ def inductor_runs() -> Iterator[None]:
         yield
     except Exception as error:
         raise InductorFailed(told(error)) from error
+
+
+def compiling() -> Any:
+    """A context in which this thread alone compiles, Dynamo included: tracers patch what all threads use (2.11, 2.13)."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

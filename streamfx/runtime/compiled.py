@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -62,25 +63,23 @@ class CompiledBody:
     def segments(self) -> list[Segment]:
         return [step.run for step in self.steps if step.kind == "segment"]
 
-    def for_chunks(self, lengths: int) -> CompiledBody:
+    def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
         """The body for a loop whose chunks have so many different lengths."""
-        for segment in self.segments:
-            segment.several = lengths > 1
-        return self
+        return partial(self, several=lengths > 1)
 
-    def __call__(self, *feeds: Any) -> Sequence[Any]:
+    def __call__(self, *feeds: Any, several: bool = False) -> Sequence[Any]:
         env: dict[str, Any] = dict(zip(self.placeholders, feeds, strict=True))
         del feeds
         result: Sequence[Any] = ()
         for step, dying in zip(self.steps, self._dying, strict=True):
-            result = self._step(step, env)
+            result = self._step(step, env, several)
             for name in dying:
                 env.pop(name, None)
         return result
 
-    def _step(self, step: Step, env: dict[str, Any]) -> Sequence[Any]:
+    def _step(self, step: Step, env: dict[str, Any], several: bool) -> Sequence[Any]:
         if step.kind == "segment":
-            env.update(zip(step.outputs, step.run(*(env[name] for name in step.inputs)), strict=True))
+            env.update(zip(step.outputs, step.run(*(env[name] for name in step.inputs), several=several), strict=True))
             return ()
         arguments = fx.node.map_arg((step.args, step.kwargs), lambda node: env[node.name])
         if step.kind == "result":

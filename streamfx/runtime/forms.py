@@ -45,6 +45,11 @@ class Form:
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
 
+def fitting(forms: Sequence[Form], numbers: Numbers) -> Form | None:
+    """The code that holds for these sizes, if there is some."""
+    return next((form for form in forms if form.fits(numbers)), None)
+
+
 def any_size(n: int) -> bool:
     return True
 

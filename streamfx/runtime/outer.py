@@ -1,73 +1,150 @@
-"""Runs an outer graph: few operators and loops, each value dropped after its last use."""
+"""Runs an outer graph: few operators and loops, each value dropped after its last use.
+
+# NOTE [What a run needs lives in that run]
+Several threads may call one compiled model at once, a backward half may run inside of another, and the next forward half may
+begin before the backward half of the last one. So what is made when a graph is compiled (runners, loops, bodies, segments, mask
+programs) is never written to by a run; values, and what is found out about them, belong to the run. It does not use
+`fx.Interpreter`, which keeps values on itself and notes in a global of torch's which node it runs: a graph that another thread
+traces at that moment would take that node's facts for its own.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from streamfx.errors import StaleGraph
-from streamfx.runtime.mask_programs import MaskProgram
+from streamfx.runtime.mask_programs import Looks, looking
 
 aten = torch.ops.aten
 COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+LOOKS = "_streamfx_looks"  # an attribute of what a forward half saves: what it has found of masks
 
 
-class OuterInterpreter(fx.Interpreter):
-    """Calls loops as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside."""
+@dataclass(frozen=True)
+class Step:
+    """One operator of an outer graph, and the values that nobody asks for after it."""
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fetch_attr(target).forward(*args, **kwargs)
+    node: fx.Node
+    run: Callable[..., Any]
+    dying: tuple[fx.Node, ...]
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Views copy where they have to: kernels may lay a result out in another way than their fake counterparts promised."""
-        return super().call_function(COPIES_WHERE_NEEDED.get(target, target), args, kwargs)
+    def __call__(self, values: dict[fx.Node, Any]) -> Any:
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
+        try:
+            return self.run(*args, **kwargs)
+        except Exception as error:
+            _tell_where(error, self.node)
+            raise
+
+
+class OuterGraph:
+    """The steps of an outer graph, in order; it holds nothing of a run."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        last = {source: node for node in (*nodes, module.graph.output_node()) for source in node.all_input_nodes}
+        self._placeholders = module.graph.find_nodes(op="placeholder")
+        self._unused = tuple(node for node in self._placeholders if node not in last)
+        self._steps = tuple(Step(node, _function_of(node, module), _dying(node, last)) for node in nodes)
+        self._results = module.graph.output_node().args[0]
+
+    def run(self, arguments: list[Any]) -> Any:
+        """The results; `arguments` is emptied, so that nothing holds a value after its last use."""
+        values: dict[fx.Node, Any] = dict(zip(self._placeholders, arguments, strict=True))
+        arguments.clear()
+        for node in self._unused:
+            del values[node]
+        for step in self._steps:
+            values[step.node] = step(values)
+            for node in step.dying:
+                del values[node]
+        return fx.node.map_arg(self._results, values.__getitem__)
+
+
+def _dying(node: fx.Node, last: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+    """What nobody asks for after a node: of its operands and itself, by the last user of each."""
+    return tuple(value for value in (*node.all_input_nodes, node) if last.get(value, node) is node)
+
+
+def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
+    """What a node calls. Views copy where they have to: kernels may lay a result out in another way than their fake counterparts
+    promised. Loops are called as functions: hooks that somebody set on all modules (FLOP counters do) expect gradients inside.
+    """
+    if node.op == "call_function":
+        return COPIES_WHERE_NEEDED.get(node.target, node.target)  # type: ignore[no-any-return,arg-type]
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target)).forward  # type: ignore[no-any-return]
+    if node.op == "call_method":
+        return lambda owner, *args, **kwargs: getattr(owner, str(node.target))(*args, **kwargs)
+    return lambda: operator.attrgetter(str(node.target))(module)
+
+
+def _tell_where(error: Exception, node: fx.Node) -> None:
+    """Say in an error which operator it comes from, and from which line of the user's."""
+    told = f"While executing {node.format_node()}\nOriginal traceback:\n{node.stack_trace}"
+    error.args = (f"{error.args[0]}\n\n{told}" if error.args else told, *error.args[1:])
 
 
 def _savable(result: Any) -> Any:
     """Autograd saves no tensors that were made in inference mode, as some libraries make their packed weights."""
-    return result.clone() if isinstance(result, torch.Tensor) and result.is_inference() else result
+    return result.clone() if isinstance(result, Tensor) and result.is_inference() else result
 
 
 class OuterRunner:
-    """A boxed callable: takes one list of inputs, empties it, returns the outputs."""
+    """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [What a run needs lives in that run].
 
-    def __init__(self, module: fx.GraphModule, checks_gradients: bool = False) -> None:
+    `saves_after` is given for a forward half: so many results are the caller's, and the others are saved for the backward half.
+    `asks` tells which inputs of a forward half the graph was compiled to compute gradients for.
+    """
+
+    def __init__(self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = ()) -> None:
         self.module = module
-        self._checks_gradients = checks_gradients
-        self._flags: tuple[bool, ...] | None = None
-        self._interpreter = OuterInterpreter(module)
-        self._masks = [child for child in module.modules() if isinstance(child, MaskProgram)]
+        self._graph = OuterGraph(module)
+        self._saves_after, self._asks = saves_after, tuple(asks)
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
-        if self._checks_gradients:
-            self._check_gradients(arguments)
-            self._forget_masks()  # a step begins
-        with torch.no_grad():
-            try:
-                results = self._interpreter.boxed_run(arguments)
-                return [_savable(result) for result in results] if self._checks_gradients else results
-            finally:
-                self._interpreter.env = {}  # it would keep the results, and with them all that is saved, until the next run
-                if not self._checks_gradients:
-                    self._forget_masks()  # a step ends
+        self._check_gradients(arguments)
+        given = {id(argument) for argument in arguments} if self._saves_after is not None else set()
+        with torch.no_grad(), looking(_found_before(arguments)) as looks:
+            results = self._graph.run(arguments)
+        if self._saves_after is None:
+            return results
+        results = [_savable(result) for result in results]
+        _hand_on(looks, results[: self._saves_after], results[self._saves_after :], given)
+        return results
 
-    def _forget_masks(self) -> None:
-        for mask in self._masks:
-            mask.forget()
-
-    def _check_gradients(self, arguments: list[Any]) -> None:
+    def _check_gradients(self, arguments: Sequence[Any]) -> None:
         """Refuse inputs that ask for gradients which the graph was not compiled for (torch 2.11 does not notice them)."""
-        flags = tuple(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments)
-        if self._flags is None:
-            self._flags = flags
-        if flags != self._flags and any(now and not then for now, then in zip(flags, self._flags, strict=True)):
+        late = [i for i, asked in enumerate(self._asks) if not asked and _asks_gradient(arguments[i])]
+        if late:
             names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
-            late = [n for n, now, then in zip(names, flags, self._flags, strict=False) if now and not then]
             raise StaleGraph(
                 "a parameter asks for a gradient that the compiled graph does not compute",
-                found=f"requires_grad was switched on after compilation for {', '.join(late)}",
+                found=f"requires_grad was switched on after compilation for {', '.join(names[i] for i in late)}",
                 do="call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled again",
             )
+
+
+def _asks_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _hand_on(looks: Looks, results: Sequence[Any], saved: Sequence[Any], given: set[int]) -> None:
+    """Let the backward half find what this forward half has found of masks: it comes with what is saved for it alone."""
+    others = given.union(map(id, results))
+    for value in saved:
+        if isinstance(value, Tensor) and id(value) not in others:
+            setattr(value, LOOKS, looks)
+
+
+def _found_before(arguments: Sequence[Any]) -> Looks:
+    """What the forward half has found, for its backward half; nothing for others, or where hooks have packed what was saved."""
+    found = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
+    return next((looks for looks in found if looks is not None), None) or Looks()

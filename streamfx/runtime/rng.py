@@ -1,37 +1,72 @@
 """Random draws that can be repeated.
 
 A chunk that is computed again in the backward half has to draw what it drew before. So one seed is drawn per step, from the
-user's own generator, and every draw inside a loop is made under a state that follows from the seed, the operator and the chunk.
+user's own generator, and every draw inside a loop is made by a generator of its own, whose seed follows from that seed, the
+operator and the chunk. The process's generators are never set: other threads draw from them at any time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+aten = torch.ops.aten
 MIX = 0x9E3779B97F4A7C15  # the golden ratio's bits, as in splitmix64
 MASK = (1 << 64) - 1
 
 
 def draw_seed() -> Tensor:
-    """The step's seed, int64 []; follows `torch.manual_seed`."""
-    return torch.randint(0, 2**62, (), dtype=torch.int64)
+    """The step's seed, int64 []; follows `torch.manual_seed`. On the CPU, whatever the default device is: the host reads it."""
+    return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
 
 
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operator (named as `aten.native_dropout.default`) as it runs for this seed, operator and chunk."""
     function: Any = operator.attrgetter(name)(torch.ops)
-    device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
     if isinstance(seed, FakeTensor):  # nothing is drawn, only shapes are asked for
         return function(*args, **kwargs)
-    with _seeded(mixed(int(seed), key, start), torch.device(device or "cpu")):
-        return function(*args, **kwargs)
+    device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
+    generator = torch.Generator(device or "cpu")
+    generator.manual_seed(mixed(int(seed), key, start))
+    draw = drawing(function)
+    assert draw is not None, f"{name} was streamed although it takes no generator"
+    return draw(*args, **{**kwargs, "generator": generator})
+
+
+@cache
+def drawing(function: Any) -> Callable[..., Any] | None:
+    """A random operator as a function that takes a `generator`, too; None where it draws from the process's own."""
+    if function is aten.native_dropout.default:
+        return _dropout
+    if _takes_generator(function._schema):
+        return function  # type: ignore[no-any-return]
+    packet = function.overloadpacket
+    others = (getattr(packet, name) for name in packet.overloads())
+    return next((other for other in others if _adds_generator(other._schema, function._schema)), None)
+
+
+def _takes_generator(schema: Any) -> bool:
+    return any(argument.name == "generator" for argument in schema.arguments)
+
+
+def _adds_generator(schema: Any, without: Any) -> bool:
+    """Whether an overload has the arguments of another one, and a generator."""
+    names = [[(item.name, str(item.type), item.kwarg_only) for item in some.arguments] for some in (schema, without)]
+    return _takes_generator(schema) and [item for item in names[0] if item[0] != "generator"] == names[1]
+
+
+def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`native_dropout`: what is kept is scaled, so that the mean stays."""
+    if train is False or not rows.numel():
+        return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
+    kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return (rows * kept).mul_(1 / (1 - p) if p < 1 else 0.0), kept
 
 
 def mixed(*numbers: int) -> int:
@@ -43,24 +78,3 @@ def mixed(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
         state ^= state >> 31
     return state >> 1
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The device's default generator with a seed of its own; its state is put back."""
-    generator = _default_generator(device)
-    state = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    generator: torch.Generator = operator.getitem(module.default_generators, index)
-    return generator

@@ -17,6 +17,7 @@ from streamfx.runtime.forms import (
     Numbers,
     any_size,
     family_of,
+    fitting,
     graph_for,
     layout_of,
     packed,
@@ -24,7 +25,7 @@ from streamfx.runtime.forms import (
     single,
     wider,
 )
-from streamfx.torch_private import compile_for_one_size, compile_for_sizes
+from streamfx.torch_private import compile_for_one_size, compile_for_sizes, compiling
 
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
@@ -34,7 +35,7 @@ _forms: dict[Hashable, list[Form]] = {}
 
 
 class Segment:
-    """A stretch of a body; `several` says that chunks of more than one length are to come.
+    """A stretch of a body. Called with `several` if chunks of more than one length are to come.
 
     If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
     there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
@@ -42,25 +43,27 @@ class Segment:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
-        self.several = False
         self.structure = structure(module.graph)
         self._seen: dict[Hashable, Numbers] = {}
 
-    def __call__(self, *given: Any) -> Sequence[Any]:
+    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
         inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.structure, kinds), [])
-        form = next((form for form in forms if form.fits(numbers)), None)
+        form = fitting(forms, numbers)
         if form is None and len(forms) < MOST_FORMS:
-            form = self._new_form(kinds, numbers, inputs, forms)
-            forms += [form] if form is not None else []
+            with compiling():
+                form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
+                forms += [form] if form is not None and form not in forms else []
         if form is None:
             return self.module(*inputs)  # type: ignore[no-any-return]
         return form.call(numbers, inputs)  # type: ignore[no-any-return]
 
-    def _new_form(self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[Form]) -> Form | None:
+    def _new_form(
+        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[Form], several: bool
+    ) -> Form | None:
         """Code for these sizes, and for all of the family that they make with others that were met before."""
-        if self.several:
+        if several:
             first = self._seen.setdefault(kinds, numbers)
             if first == numbers:
                 return None

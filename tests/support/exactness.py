@@ -25,7 +25,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
-from streamfx.runtime.outer import OuterInterpreter, OuterRunner
+from streamfx.runtime.outer import OuterGraph, OuterRunner
 from streamfx.torch_dynamo import raised_as_itself
 
 TOLERANCE = 1e-12
@@ -204,7 +204,7 @@ class Recorded(Compilation):
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
         assert self.joint is not None and self.primals is not None and self.tangents is not None
         with torch.no_grad():
-            return leaves(OuterInterpreter(self.joint).run(self.primals, self.tangents))
+            return leaves(OuterGraph(self.joint).run([*self.primals, *self.tangents]))
 
     def streamed_values(self, program: Program) -> list[Any]:
         """Outputs and gradients by a rewritten program."""
