@@ -28,6 +28,7 @@ from streamfx.passes.along_sequence import run_along_sequence, taken_apart
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.members import members_of, sequence_of, shift_links
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
+from streamfx.runtime.rng import drawing
 from streamfx.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
@@ -158,6 +159,8 @@ def _apply_rule(
     rule = rule_for(node)
     if rule is None:
         return str(node.meta.get(WHY_WHOLE, f"no rule for {node.target}"))
+    if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
+        return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
     call = Call(node, table, shapes)
     signature = rule(call)
     if signature is None:

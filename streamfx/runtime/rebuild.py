@@ -104,7 +104,7 @@ class Source:
             value if isinstance(given, GivenSize) else _Kept.of(given.name, value)
             for given, value in zip(recipe.program.given, values, strict=True)
         ]
-        self._tape: _Tape | None = None
+        self._tapes: list[_Tape] = []  # at most one; taken out by whoever runs it: several threads may ask
 
     @property
     def differentiable(self) -> bool:
@@ -113,7 +113,7 @@ class Source:
     @property
     def is_rebuilt(self) -> bool:
         """Whether the dense tensor was made, and what its gradient needs is kept."""
-        return self._tape is not None
+        return bool(self._tapes)
 
     def leaves(self) -> list[int]:
         """Positions of the given values that gradients are asked for."""
@@ -122,7 +122,8 @@ class Source:
 
     def rebuild(self) -> Tensor:
         """The dense tensor, outside of autograd; what its gradient needs is kept beside it."""
-        output, self._tape = self._recorded()
+        output, tape = self._recorded()
+        self._tapes[:] = [] if tape is None else [tape]
         return output
 
     def has_rows(self, dim: int) -> bool:
@@ -147,7 +148,10 @@ class Source:
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of what the recipe reads, one for each given value. Runs the recipe again where it has to."""
-        tape, self._tape = self._tape or self._recorded()[1], None
+        try:
+            tape: _Tape | None = self._tapes.pop()
+        except IndexError:
+            tape = self._recorded()[1]
         if tape is None:
             return (None,) * len(self._values)
         reached = [leaf for leaf in tape.leaves if leaf is not None]

@@ -42,8 +42,8 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
 @cache
 def drawing(function: Any) -> Callable[..., Any] | None:
     """A random operator as a function that takes a `generator`, too; None where it draws from the process's own."""
-    if function is aten.native_dropout.default:
-        return _dropout
+    if function in _WRITTEN_OUT:
+        return _WRITTEN_OUT[function]
     if _takes_generator(function._schema):
         return function  # type: ignore[no-any-return]
     packet = function.overloadpacket
@@ -67,6 +67,24 @@ def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Gen
         return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
     kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return (rows * kept).mul_(1 / (1 - p) if p < 1 else 0.0), kept
+
+
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator that draws for each element of a tensor, by the in-place operator that it stands for."""
+
+    def drawn(rows: Tensor, *numbers: int, generator: torch.Generator, **kwargs: Any) -> Tensor:
+        return draw(torch.empty_like(rows, **kwargs), *numbers, generator=generator)
+
+    return drawn
+
+
+_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout.default: _dropout,
+    aten.rand_like.default: _like(Tensor.uniform_),
+    aten.randn_like.default: _like(Tensor.normal_),
+    aten.randint_like.default: _like(lambda rows, high, **kwargs: rows.random_(0, high, **kwargs)),
+    aten.randint_like.low_dtype: _like(Tensor.random_),
+}
 
 
 def mixed(*numbers: int) -> int:
