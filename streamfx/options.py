@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -65,8 +66,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 COUNTS = {"chunk_size": "rows", "loss_chunk_size": "rows", "keep_every": "stages"}
 NAMES = tuple(field.name for field in fields(Options))
-
-_configured: dict[str, Any] = {}
 
 
 def checked(options: Any, origin: str) -> dict[str, Any]:
@@ -148,11 +147,38 @@ def from_environment() -> dict[str, Any]:
 def resolved(options: Any = None) -> Options:
     """The options of one compilation: `torch.compile`'s over `configure`'s over the environment's."""
     given = checked(options, "torch.compile(options=...)")
-    return replace(Options(), **{**from_environment(), **_configured, **given})
+    return replace(Options(), **{**from_environment(), **_configured(), **given})
+
+
+class _Layer:
+    """Options that were set at one place. `decided` is set once it is known whether they are those of a block."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options, self.thread, self.decided, self.is_open = options, threading.get_ident(), threading.Event(), True
+
+
+_of_process: list[_Layer] = []  # by calls
+_of_context: ContextVar[tuple[_Layer, ...]] = ContextVar("streamfx_options", default=())  # by the blocks that this code is in
+
+
+def _configured() -> dict[str, Any]:
+    """What was set for the process, and over that what was set in the blocks around this code.
+
+    What another thread has just set may be for a block that it is about to enter: it gets a moment to do so.
+    """
+    for layer in list(_of_process):
+        if layer.thread != threading.get_ident():
+            layer.decided.wait(0.1)
+            layer.decided.set()
+    layers = [*_of_process, *(layer for layer in _of_context.get() if layer.is_open)]
+    return {name: value for layer in layers for name, value in layer.options.items()}
 
 
 class configure:
-    """Set options for all compilations that follow; as a context manager, for those inside of it.
+    """Set options: called, for all compilations of the process that follow; as a context manager, for those inside of the block.
+
+    A block holds for its own thread (and `asyncio` task) alone, and for those tasks that are begun in it. Once it is left, what
+    it set is off, in whatever order blocks are left. What is compiled keeps the options that it was compiled with.
 
     >>> import streamfx
     >>> with streamfx.configure(chunk_size=512):
@@ -161,25 +187,24 @@ class configure:
     """
 
     def __init__(self, **options: Any) -> None:
-        valid = checked(options, "streamfx.configure(...)")
-        self._before = dict(_configured)
-        _configured.update(valid)
+        self._options = checked(options, "streamfx.configure(...)")
+        self._called = _Layer(self._options)
+        self._blocks: list[_Layer] = []
+        _of_process.append(self._called)
 
     def __enter__(self) -> configure:
+        if self._called in _of_process:
+            _of_process.remove(self._called)
+        self._called.decided.set()
+        self._blocks.append(_Layer(self._options))
+        _of_context.set((*_of_context.get(), self._blocks[-1]))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _configured.clear()
-        _configured.update(self._before)
+        left = self._blocks.pop()
+        left.is_open = False  # where a block is left in another context than it was entered in, too
+        _of_context.set(tuple(layer for layer in _of_context.get() if layer is not left))
 
-
-@contextmanager
-def unconfigured() -> Iterator[None]:
-    """No options from `configure`: for tests."""
-    before = dict(_configured)
-    _configured.clear()
-    try:
-        yield
-    finally:
-        _configured.clear()
-        _configured.update(before)
+    def __del__(self) -> None:
+        if called := getattr(self, "_called", None):  # not there where options were refused
+            called.decided.set()  # no block follows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.runtime import steps
 from tests.support import decoders
 from tests.support.small import Padded
 from tests.support.twins import batch
@@ -20,13 +22,15 @@ THREADS, CHUNKS = 4, {"chunk_size": 8, "loss_chunk_size": 8}
 REPEATS = pytest.mark.parametrize("repeats", [6, pytest.param(60, marks=pytest.mark.long)])
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
 def frequent_switches() -> Iterator[None]:
     """Threads take turns after every few instructions, so that what they share is touched by all of them."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
@@ -37,14 +41,15 @@ def together(work: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
         try:
             start.wait()
             results[number] = work(number)
-        except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
+        except BaseException as error:
             failed.append(error)
 
     workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with frequent_switches():
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if failed:
         raise failed[0]
     return results
@@ -65,15 +70,21 @@ def assert_same(found: Any, truth: Any, what: str = "") -> None:
 
 
 @REPEATS
-@pytest.mark.parametrize("first", ["compiled before", "compiled by all"])
-def test_training_steps_of_several_threads(first: str, repeats: int) -> None:
+def test_training_steps_of_several_threads(repeats: int) -> None:
     model = decoders.made(decoders.Plain)
     call, inputs = compiled(model), [batch(length=37, seed=seed) for seed in range(THREADS)]
     truth = [stepped(model, model, item) for item in inputs]
-    if first == "compiled before":
-        stepped(model, call, inputs[0])
+    stepped(model, call, inputs[0])
     for found in zip(*together(lambda number: [stepped(model, call, inputs[number]) for _ in range(repeats)]), strict=True):
         assert_same(list(found), truth)
+
+
+def test_threads_that_compile_at_once() -> None:
+    """One thread each for a model of its own, and for deferred outputs of it, which are compiled when they are used."""
+    models = [decoders.made(decoders.Plain) for _ in range(2)]
+    inputs = batch(length=37)
+    truth = [stepped(model, model, inputs) for model in models]
+    assert_same(together(lambda number: stepped(models[number], compiled(models[number]), inputs), 2), truth)
 
 
 class PaddedLoss(Padded):
@@ -144,6 +155,9 @@ def test_passes_without_gradients_beside_training(repeats: int) -> None:
     model = decoders.made(decoders.Plain)
     call, inputs = compiled(model), [batch(length=37, seed=seed) for seed in range(THREADS)]
     truth = [stepped(model, model, item) for item in inputs]
+    stepped(model, call, inputs[0])
+    with torch.no_grad():
+        call(**inputs[0])
 
     def work(number: int) -> list[Any]:
         if number % 2:
@@ -154,3 +168,104 @@ def test_passes_without_gradients_beside_training(repeats: int) -> None:
     for number, found in enumerate(together(work)):
         for one in found:
             assert_same(one, truth[number][: len(one)])
+
+
+# -- deferred outputs
+
+
+class Logits(nn.Module):
+    """Logits that are not made until somebody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 300, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.up(x)))
+
+
+@REPEATS
+@pytest.mark.parametrize("least", [steps.LEAST, 1000], ids=["made whole", "made along the sequence"])
+def test_deferred_outputs_that_several_threads_read(least: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output is read in all threads at once: whole, by rows, cast, with its gradient."""
+    monkeypatch.setattr(steps, "LEAST", least)
+    model = Logits().double()
+    x, call = torch.randn(2, 37, 8, dtype=torch.float64), compiled(model)
+    truth = model(x)
+    wanted = torch.autograd.grad(truth.square().sum(), list(model.parameters()))
+    for _ in range(repeats):
+        logits = call(x)
+        assert type(logits) is not Tensor
+
+        def read(number: int, logits: Tensor = logits) -> None:
+            if number % 2:
+                assert_same(logits[:, 3 * number], truth[:, 3 * number], "a row")
+                assert_same(logits[:, -5:].float(), truth[:, -5:].float(), "some rows, cast")
+            loss = logits.square().sum()
+            assert_same(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True), wanted, "gradients")
+            assert_same(logits.detach().clone(), truth.detach(), "all")
+
+        together(read)
+
+
+# -- models that share, halves that cross
+
+
+@REPEATS
+def test_models_that_share_what_they_hold(repeats: int) -> None:
+    """Two models with the same parameters and buffers, each in a thread of its own."""
+    models = [decoders.made(decoders.Triangle) for _ in range(2)]
+    for name, parameter in models[0].named_parameters():
+        owner, _, own = name.rpartition(".")
+        setattr(models[1].get_submodule(owner), own, parameter)
+    for name, buffer in models[0].named_buffers():
+        owner, _, own = name.rpartition(".")
+        models[1].get_submodule(owner).register_buffer(own, buffer, persistent=False)
+    inputs = [batch(length=37, seed=seed) for seed in range(2)]
+    truth = [stepped(models[0], models[0], item) for item in inputs]
+    calls = [compiled(model) for model in models]
+    for model, call, item in zip(models, calls, inputs, strict=True):
+        stepped(model, call, item)
+
+    def work(number: int) -> list[Any]:
+        return [stepped(models[number], calls[number], inputs[number]) for _ in range(repeats)]
+
+    for found in zip(*together(work, 2), strict=True):
+        assert_same(list(found), truth)
+
+
+def test_a_backward_half_in_another_thread_than_its_forward_half() -> None:
+    """All forward halves come first, in one thread; each backward half runs in a thread of its own."""
+    model = PaddedLoss(layers=2, width=8).double()
+    x = torch.randn(2, 37, 8, dtype=torch.float64)
+    keeps = [torch.arange(37).expand(2, -1) < 9 * (number + 1) for number in range(THREADS)]
+    truth, call = [torch.autograd.grad(model(x, keep), model.w)[0] for keep in keeps], compiled(model)
+    torch.autograd.grad(call(x, keeps[0]), model.w)
+    losses = [call(x, keep) for keep in keeps]
+    assert_same(together(lambda number: torch.autograd.grad(losses[number], model.w)[0]), truth)
+
+
+def test_a_step_inside_of_a_backward_half() -> None:
+    """A hook runs a step of the same compiled model while its backward half runs; then the outer one goes on."""
+    model = PaddedLoss(layers=2, width=8).double()
+    x = torch.randn(2, 37, 8, dtype=torch.float64, requires_grad=True)
+    keeps = [torch.arange(37).expand(2, -1) < length for length in (20, 31)]
+    truth, call = [torch.autograd.grad(model(x, keep), (x, model.w)) for keep in keeps], compiled(model)
+    inner: list[Any] = []
+
+    class Between(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                inner.append(torch.autograd.grad(call(x, keeps[1]), (x, model.w)))
+            return gradient
+
+    loss = Between.apply(call(x, keeps[0]))
+    pending = call(x, keeps[1])
+    assert_same(torch.autograd.grad(loss, (x, model.w)), truth[0], "the outer one")
+    assert_same(inner, [truth[1]], "the inner one")
+    assert_same(torch.autograd.grad(pending, (x, model.w)), truth[1], "one that waited")

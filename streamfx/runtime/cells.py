@@ -4,12 +4,18 @@
 A view of a deferred tensor is taken of the dense memory once that exists, so a write into one is seen in the other.
 Only as long as the whole tensor has not been made may a view hold values of its own, computed without the rest. Such a
 copy is only ever read, by operators; the moment the whole tensor is made, which every write asks for, it is dropped.
+
+# NOTE [Cells that several threads read]
+A dense tensor may be read by several threads at once, and so may a cell. Nothing is locked while values are made: whoever comes
+with a value first has made it, and the others take that one (views have to share one memory). A cell that has its value forgets
+its step, in this order; so who wants either reads the step first.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,6 +27,7 @@ from torch.utils import _pytree as pytree
 from streamfx.runtime.rebuild import Source
 
 aten = torch.ops.aten
+_settling = threading.RLock()  # held for a few assignments at a time: see NOTE [Cells that several threads read]
 
 # Views that are also right on a copy of the values, whose strides may be others.
 ON_COPIES = frozenset(
@@ -111,8 +118,7 @@ class Cell:
         self._waiting: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: what is to be made of its values
         self._copied = 0  # of a root: elements computed for copies
         if not is_view:
-            for cell in operands:
-                cell.root._waiting.add(self)
+            self._wait_for(operands)
 
     @property
     def root(self) -> Cell:
@@ -122,7 +128,8 @@ class Cell:
     @property
     def base(self) -> Cell | None:
         """What a view or a cast is taken of."""
-        return self.step.operands()[0] if self.step is not None else None
+        step = self.step
+        return step.operands()[0] if step is not None else None
 
     @property
     def is_whole(self) -> bool:
@@ -135,9 +142,31 @@ class Cell:
 
     def read(self) -> Tensor:
         """The value, to be read only."""
-        if self.value is None:
-            self.value = self._whole() if self.root is self else self._part()
-        return self.value
+        while True:
+            step, was_whole = self.step, self.is_whole
+            value = self.value
+            if value is None:
+                made = self._whole(step) if self.root is self else self._part(step)
+                value = self._settled(made, was_whole)
+            if value is not None:
+                return value
+
+    def _settled(self, made: Tensor, was_whole: bool) -> Tensor | None:
+        """The cell's value: what was made of it, if no other thread was first; None where it has to be made again."""
+        with _settling:
+            if self.value is None and self.is_whole == was_whole:
+                self.value = made
+                if self.root is self:
+                    self._forget()
+                elif not was_whole:
+                    self.root._copies.add(self)
+            return self.value
+
+    def _wait_for(self, operands: Sequence[Cell]) -> None:
+        """Let nobody write to the memory of operands before they are read for this cell."""
+        with _settling:
+            for cell in operands:
+                cell.root._waiting.add(self)
 
     def aliased(self) -> Tensor:
         """The value in the memory that all views share."""
@@ -146,64 +175,57 @@ class Cell:
 
     def writable(self) -> Tensor:
         """The same, once nothing else waits for the values that are in it now."""
-        for cell in list(self.root._waiting):
+        with _settling:
+            waiting = list(self.root._waiting)
+        for cell in waiting:
             cell.read()
         return self.aliased()
 
     def keep(self, value: Tensor) -> None:
         """Take a value that was made without that of any operand."""
         assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
-        if self.root is self:
-            self._made()
-            self.value = laid_out(value, self.like)
-        else:
-            self.root._copies.add(self)
-            self.value = value
+        self._settled(laid_out(value, self.like) if self.root is self else value, was_whole=False)
 
     def before_a_write(self) -> Cell | None:
         """A cell with what this one holds now; None where that is there already, or where something waits for it."""
-        if self.root is not self or self.value is not None or any(True for _ in self._waiting):
+        with _settling:
+            is_asked_for = len(self._waiting) > 0
+        if self.root is not self or self.value is not None or is_asked_for:
             return None
         return Cell(self.like, source=self.source, step=self.step, result=self.result)
 
     def write(self, step: Step) -> None:
         """Hold the result of a step from now on; views see it, too."""
-        self._made()
-        self.source, self.step, self.result = None, step, None
+        with _settling:
+            self._forget()
+            self.source, self.step, self.result = None, step, None
         self.depth = 1 + max(cell.depth for cell in step.operands())
-        for cell in step.operands():
-            cell.root._waiting.add(self)
+        self._wait_for(step.operands())
 
     def has_rows(self) -> bool:
         """Whether this is a view of rows that are made without the rest."""
         return self.rows is not None and not self.is_whole and self.root._makes(self.rows)
 
-    def _whole(self) -> Tensor:
-        value = laid_out(self._stepped() if self.source is None else self.source.rebuild(), self.like)
-        self._made()
-        return value
+    def _whole(self, step: Step | None) -> Tensor:
+        return laid_out(self._stepped(step) if self.source is None else self.source.rebuild(), self.like)
 
-    def _made(self) -> None:
+    def _forget(self) -> None:
         """The value is another, or has memory of its own now: forget where it came from, and the copies of its parts."""
         if self.step is not None:
             for cell in self.step.operands():
                 cell.root._waiting.discard(self)
             self.step = None
-        for cell in self._copies:
+        for cell in list(self._copies):
             cell.value = None
         self._copies.clear()
 
-    def _part(self) -> Tensor:
-        root = self.root
-        value = root._rows(self.rows) if self.rows is not None and self.has_rows() else self._stepped()
-        if not self.is_whole:
-            root._copies.add(self)
-        return value
+    def _part(self, step: Step | None) -> Tensor:
+        return self.root._rows(self.rows) if self.rows is not None and self.has_rows() else self._stepped(step)
 
-    def _stepped(self) -> Tensor:
-        assert self.step is not None
-        on_copies = self.root is self or self.step.func in ON_COPIES
-        return self.step.run(Cell.read if on_copies else Cell.aliased, self.result)
+    def _stepped(self, step: Step | None) -> Tensor:
+        assert step is not None
+        on_copies = self.root is self or step.func in ON_COPIES
+        return step.run(Cell.read if on_copies else Cell.aliased, self.result)
 
     def _makes(self, rows: Rows) -> bool:
         """Whether rows of this root are made without the rest: they can be, and add up to half of it at most."""
@@ -218,7 +240,8 @@ class Cell:
         return 2 * (self._copied + rows.numel()) <= prod(rows.shape)
 
     def _is_cast(self) -> bool:
-        return self.step is not None and self.step.func is aten._to_copy.default
+        step = self.step
+        return step is not None and step.func is aten._to_copy.default
 
     def _rows(self, rows: Rows) -> Tensor:
         self._copied += rows.numel()
@@ -230,8 +253,12 @@ class Cell:
     def _ranges(self, ranges: Mapping[int, range]) -> Tensor:
         if self.source is not None:
             return self.source.rebuild_rows(ranges)
-        assert self.step is not None
-        return self.step.run(lambda cell: cell._ranges(ranges), self.result)
+        step, value = self.step, self.value
+        if step is None:
+            assert value is not None
+            wanted = (ranges.get(dim, range(size)) for dim, size in enumerate(value.shape))
+            return value[tuple(slice(rows.start, rows.stop, rows.step) for rows in wanted)]
+        return step.run(lambda cell: cell._ranges(ranges), self.result)
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:

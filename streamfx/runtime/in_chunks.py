@@ -25,11 +25,11 @@ from streamfx.errors import StreamFXError
 from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.cells import Cell, Step
-from streamfx.runtime.forms import Family, Form, Numbers, any_size, graph_for, layout_of, shapes_for, wider
+from streamfx.runtime.forms import Family, Form, Numbers, any_size, fitting, graph_for, layout_of, shapes_for, wider
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rebuild import Modes, Source, UseCompiler
 from streamfx.runtime.steps import compacted
-from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes, with_sizes
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, compiling, no_modes, with_sizes
 
 aten = torch.ops.aten
 MOST_GRAPHS = 64  # compiled in one process: a program that asks for more has numbers in it that never repeat
@@ -106,15 +106,16 @@ class _Writer:
         return self._cells[cell]
 
     def _written(self, cell: Cell) -> fx.Node:
-        if cell.value is not None:
-            return self.tensor(cell.value)
+        step, value = cell.step, cell.value  # in this order: see NOTE [Cells that several threads read]
+        if value is not None:
+            return self.tensor(value)
         self.widest = max(self.widest, cell.numel)
         if cell.source is not None:
             return self.call(aten.detach.default, self.recorded(cell.source)[0])
-        assert cell.step is not None
-        if cell.step not in self._steps:
-            self._steps[cell.step] = self._called(cell.step)
-        made = self._steps[cell.step]
+        assert step is not None
+        if step not in self._steps:
+            self._steps[step] = self._called(step)
+        made = self._steps[step]
         return made if cell.result is None else self.call(operator.getitem, made, cell.result)
 
     def _called(self, step: Step) -> fx.Node:
@@ -202,10 +203,11 @@ def _run(writer: _Writer, results: Sequence[fx.Node]) -> Sequence[Any] | None:
         return None
     forms = _forms.setdefault(key, [])
     with _plain_modes():
-        form = next((form for form in forms if form.fits(numbers)), None)
+        form = fitting(forms, numbers)
         if form is None and len(forms) < MOST_FORMS:
-            form = _compiled(writer, wider(forms, numbers), numbers)
-            forms.append(form)
+            with compiling():
+                form = fitting(forms, numbers) or _compiled(writer, wider(forms, numbers), numbers)
+                forms += [form] if form not in forms else []
         return None if form is None else form.call(numbers, writer.inputs)
 
 

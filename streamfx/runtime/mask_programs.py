@@ -1,11 +1,11 @@
 """Masks that depend on data: looked at once per step, for all layers and for both halves.
 
 # NOTE [What is remembered of a mask]
-What a mask program is fed are views of values that no loop writes to. A step remembers them (`Looks`) by where they lie in memory,
-by their shapes and by their versions, and keeps that memory, so that nothing else can come to lie there. Values that are written
-in the graph, such as an `arange`, are made anew by each half; they are known by how they are made, and where in them the view
-lies. So what is remembered is what the mask would come down to, were it made again. Each forward half begins with nothing, and
-its backward half goes on with what that has found: other steps, in this thread or in others, have looks of their own.
+What a mask program is fed are views of values that no loop writes to. A step remembers them (`Looks`) by where they lie in
+memory, by their shapes and by their versions, and keeps that memory, so that nothing else can come to lie there. Values that are
+written in the graph, such as an `arange`, are made anew by each half; they are known by how they are made, and where in them the
+view lies. So what is remembered is what the mask would come down to, were it made again. Each forward half begins with nothing,
+and its backward half goes on with what that has found: other steps, in this thread or in others, have looks of their own.
 """
 
 from __future__ import annotations

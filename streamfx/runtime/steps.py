@@ -43,8 +43,9 @@ def widest_below(cell: Cell) -> int:
 
 def _asked_for(cell: Cell) -> list[Cell]:
     """The operands that a cell has to read for its value."""
+    step = cell.step  # before the value: see NOTE [Cells that several threads read]
     is_there = cell.value is not None or (cell.root is not cell and (cell.is_whole or cell.has_rows()))
-    return [] if is_there or cell.step is None else cell.step.operands()
+    return [] if is_there or step is None else step.operands()
 
 
 def is_part(cell: Cell) -> bool:
