@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,9 +21,8 @@ from tests.support.twins import compiled
 
 
 @pytest.fixture(autouse=True)
-def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_of_process", [])
-    yield
 
 
 def in_thread(function: Callable[[], object]) -> None:

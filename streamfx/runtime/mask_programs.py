@@ -36,7 +36,7 @@ class Looks:
         self._known[key] = pieces, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
 
 
-_looks: ContextVar[Looks] = ContextVar("streamfx_looks")
+_looks: ContextVar[Looks | None] = ContextVar("streamfx_looks", default=None)
 
 
 @contextmanager
@@ -60,7 +60,7 @@ class MaskProgram(nn.Module):
         self.body, self.literals = body, tuple(literals)
 
     def forward(self, *inputs: Any) -> Mask:
-        return Mask(self, inputs, _looks.get(None) or Looks())
+        return Mask(self, inputs, _looks.get() or Looks())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MaskProgram:
         """Itself: AOTAutograd compiles a copy of the backward half, which is to find what the forward half has found."""
