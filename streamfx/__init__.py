@@ -3,6 +3,7 @@
 from streamfx.backend import streambp
 from streamfx.errors import (
     IntegrationError,
+    NoRoom,
     NotComparable,
     NotStreamed,
     NotTraced,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "IntegrationError",
+    "NoRoom",
     "NotComparable",
     "NotStreamed",
     "NotTraced",

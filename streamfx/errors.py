@@ -80,6 +80,17 @@ class OverBudget(StreamFXError, MemoryError):
     terms: Mapping[str, int] = MappingProxyType({})
 
 
+class NoRoom(StreamFXError, OSError):
+    """What waits on the host (`offload="inputs"`) does not fit onto the disk.
+
+    It was to wait in a file in `folder`, needs `needed` bytes there, and `free` are left, or None where the system does not tell.
+    """
+
+    folder = ""
+    needed = 0
+    free: int | None = None
+
+
 class PlanError(StreamFXError, ValueError):
     """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option."""
 

@@ -32,7 +32,10 @@ class Passing(ShortenTraceback):
     function. Each is an error of its own class, too, for who catches it on the way.
     """
 
-    own: StreamFXError
+    def __init__(self, own: StreamFXError) -> None:
+        super().__init__(*own.args, first_useful_frame=None)
+        self.__dict__.update(vars(own))
+        self.own = own
 
     def remove_dynamo_frames(self) -> Any:
         """The error itself, with the frames of the user's code alone; with all of them under `TORCHDYNAMO_VERBOSE=1`."""
@@ -56,12 +59,8 @@ def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
         yield
     except StreamFXError as error:
         _name_place(error, graph)
-        name = type(error).__name__
-        kind: type[Passing] = type(name, (Passing, type(error)), {"__module__": __name__})
-        passing = kind.__new__(kind, *error.args)
-        ShortenTraceback.__init__(passing, *error.args, first_useful_frame=None)
-        passing.__dict__.update(vars(error), own=error)
-        raise passing from None
+        kind: type[Passing] = type(type(error).__name__, (Passing, type(error)), {"__module__": __name__})
+        raise kind(error) from None
 
 
 def _name_place(error: StreamFXError, graph: fx.Graph) -> None:

@@ -6,15 +6,12 @@ whose memory is the host's, they wait in memory-mapped files, which the system w
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from streamfx.runtime.files import mapped
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("to_host(Tensor value) -> Tensor")
@@ -68,23 +65,3 @@ def arrived(value: Tensor) -> Tensor:
     if value.is_cuda:
         torch.cuda.current_stream(value.device).wait_stream(copying(value.device))
     return value
-
-
-def mapped(value: Tensor) -> Tensor:
-    """A copy of a value in a file that nobody else sees."""
-    if not value.numel():
-        return value.clone()
-    with tempfile.NamedTemporaryFile(prefix="streamfx-", delete=False) as file:
-        path = Path(file.name)
-    held = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
-    with contextlib.suppress(OSError):  # where a file in use cannot be deleted, it stays until the folder is emptied
-        path.unlink()
-    held.copy_(value)
-    _leave_to_file(held)
-    return held
-
-
-def _leave_to_file(held: Tensor) -> None:
-    """Take a mapped tensor's pages out of the process's memory; they are read from the file when they are asked for."""
-    with contextlib.suppress(OSError, AttributeError):  # where there is no such call
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes), mmap.MADV_DONTNEED)

@@ -1,0 +1,124 @@
+"""Values that wait in memory-mapped files, out of the process's memory.
+
+Their room on the disk is taken before they are written: a page that finds none would end the process with a signal, not an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import operator
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamfx.errors import NoRoom
+from streamfx.log import log
+from streamfx.report.text import in_bytes
+
+IN_MEMORY = ("tmpfs", "ramfs")
+MOUNTS = Path("/proc/self/mounts")
+BLOCK = 1 << 20
+NOT_ON_DISK = (
+    'offload="inputs" writes to %s, which is in memory itself (%s): nothing is saved. Let TMPDIR name a folder on a disk.'
+)
+
+
+def mapped(value: Tensor) -> Tensor:
+    """A copy of a value in a file that nobody else sees."""
+    if not value.numel():
+        return value.clone()
+    with _new_file(value.nbytes) as path:
+        held = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    held.copy_(value)
+    _leave_to_file(held)
+    return held
+
+
+@contextlib.contextmanager
+def _new_file(size: int) -> Iterator[Path]:
+    """A file with room for so many bytes, which has no name any more afterwards."""
+    folder = "the folder for temporary files"
+    try:
+        folder = tempfile.gettempdir()
+        _warn_of_memory(folder)
+        with tempfile.NamedTemporaryFile(prefix="streamfx-", dir=folder, delete=False) as file:
+            path = Path(file.name)
+            try:
+                _reserve(file.fileno(), size)
+            except OSError:
+                path.unlink()
+                raise
+    except OSError as error:
+        raise _no_room(folder, size, error) from error
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):  # where a file in use cannot be deleted, it stays until the folder is emptied
+            path.unlink()
+
+
+def _reserve(file: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    for start in range(0, size, BLOCK):
+        os.write(file, bytes(min(BLOCK, size - start)))
+
+
+def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
+    free = _free_bytes(folder)
+    left = "" if free is None else f"; {in_bytes(free)} are free"
+    error = NoRoom(
+        'offload="inputs" keeps the input of a stage in a file',
+        found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{left}",
+        where=folder,
+        do='let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload="inputs"',
+    )
+    error.folder, error.needed, error.free = folder, size, free
+    return error
+
+
+def _free_bytes(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+@cache
+def _warn_of_memory(folder: str) -> None:
+    """Says once of a folder that files in it take memory as well."""
+    if (kind := kind_of_disk(folder)) in IN_MEMORY:
+        log.warning(NOT_ON_DISK, folder, kind)
+
+
+def kind_of_disk(folder: str) -> str:
+    """The type of file system that a folder is on; empty where the system does not tell."""
+    try:
+        lines = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return ""
+    resolved = Path(folder).resolve()
+    around = (resolved, *resolved.parents)
+    found = [(len(place.parts), kind) for _, name, kind, *_ in lines if (place := Path(_unescaped(name))) in around]
+    return max(found, key=operator.itemgetter(0))[1] if found else ""
+
+
+def _unescaped(name: str) -> str:
+    r"""A name as the system writes it in its list of mounts: spaces are \040."""
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), name)
+
+
+def _leave_to_file(held: Tensor) -> None:
+    """Take a mapped tensor's pages out of the process's memory; they are read from the file when they are asked for."""
+    with contextlib.suppress(OSError, AttributeError):  # where there is no such call
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes), mmap.MADV_DONTNEED)
