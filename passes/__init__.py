@@ -24,6 +24,7 @@ from streamfx.passes.recurrences import Recurrences
 from streamfx.passes.rewrite import Rewrite
 from streamfx.passes.stages import Stages
 from streamfx.passes.visibility import Visibility
+from streamfx.passes.whole import RunsWhole
 
 
 class Pass(Protocol):
@@ -56,8 +57,20 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
 def run_pipeline(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
     """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten.
 
-    Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried.
+    Where a pass cannot run an operator in a loop, that operator is to run whole, and all passes run once more.
     """
+    while True:
+        attempt = replace(facts, joint=copied(facts.joint))
+        try:
+            return _within_budget(attempt, options, after)
+        except RunsWhole as found:
+            if found.name in facts.whole:
+                raise
+            facts = replace(facts, whole={**facts.whole, found.name: found.why})
+
+
+def _within_budget(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+    """Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried."""
     steps = pipeline(options)
     if options.memory_budget is None:
         return _run(facts, steps, after)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,11 +25,12 @@ from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, 
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.along_sequence import run_along_sequence, taken_apart
+from streamfx.passes.handover import producer_of
 from streamfx.passes.linear import is_moved_elements, is_random
 from streamfx.passes.members import members_of, sequence_of, shift_links
+from streamfx.passes.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.runtime.rng import drawing
-from streamfx.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
 
@@ -62,8 +63,6 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
-        if any(isinstance(node.target, HigherOrderOperator) for node in facts.joint.nodes):
-            return replace(facts, axes=AxisFacts(AxisTable(), {}, {}, {}, {}, {}, frozenset()))
         axes = axes_of(facts.joint)
         sequence = sequence_axis(facts.joint, axes)
         if split := _split_axes(facts.joint, axes, sequence):
@@ -139,13 +138,22 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
         outcome = _apply_rule(node, table, shapes)
         if isinstance(outcome, str):
             declined[node] = outcome
-            made = tuple(tuple(table.fresh(size) for size in own) for own in _result_shapes(node))
+            made = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
         else:
             found[node], letters[node], made = outcome
         results[node] = made
         if is_tensor(node):
             shapes[node] = made[0]
     return AxisFacts(table, shapes, results, found, letters, declined, static_nodes(joint))
+
+
+def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
+    """Dimensions of a result that no rule tells about: its own, or those of operands where there is no rule at all."""
+    if value is None:
+        return ()
+    places = places_like(value, made_by) if is_opaque(made_by) else [None] * value.dim()
+    pairs = zip(shape_of(value), places, strict=True)
+    return tuple(table.fresh(size) if place is None else shapes[place[0]][place[1]] for size, place in pairs)
 
 
 def _result_shapes(node: fx.Node) -> tuple[tuple[Size, ...], ...]:
@@ -158,7 +166,7 @@ def _apply_rule(
     """The node's signature, the axes behind its letters and its results' dimensions; or why there is none."""
     rule = rule_for(node)
     if rule is None:
-        return str(node.meta.get(WHY_WHOLE, f"no rule for {node.target}"))
+        return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
     if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
         return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
     call = Call(node, table, shapes)

@@ -30,6 +30,7 @@ from streamfx.passes.grouped import undo_group_expansion
 from streamfx.passes.identities import IDENTITIES
 from streamfx.passes.linear import is_random
 from streamfx.passes.one_of_each import one_of_each, put_into_each
+from streamfx.passes.opaque import may_be_merged, note_layouts, number_parts
 from streamfx.passes.permutations import undo_orders
 from streamfx.passes.row_numbers import rows_of_matrix
 from streamfx.passes.rules.loss import MEAN, SUM
@@ -60,6 +61,7 @@ class Canonicalize:
 
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
+        note_layouts(joint.graph)
         canonicalize(joint.graph)
         _number_random_operators(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
@@ -68,6 +70,7 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are."""
     write_out_flex(graph)
+    number_parts(graph)
     _drop_unused(graph)
     writer = GraphWriter(graph)
     known: dict[Any, fx.Node] = {}
@@ -77,7 +80,7 @@ def canonicalize(graph: fx.Graph) -> None:
             continue
         simplifier = SIMPLIFIERS.get(node.target)
         replacement = simplifier(node, writer.before(node)) if simplifier is not None else None
-        if replacement is None and not is_random(node) and not makes_axes(node):
+        if replacement is None and not is_random(node) and not makes_axes(node) and may_be_merged(node):
             replacement = known.setdefault(_key(node), node)
         if replacement is not None and replacement is not node:
             _replace(node, replacement, is_new=replacement not in existing)

@@ -11,7 +11,7 @@ contraction of such a value with one that has a single sequence dimension. Every
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product, quotient
 from streamfx.passes.fillers import FILLERS
 from streamfx.passes.linear import is_expensive, is_moved_elements, is_random
+from streamfx.passes.opaque import is_part_of_opaque
 
 aten = torch.ops.aten
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
@@ -39,7 +40,7 @@ class Demand:
 
     def apply(self, facts: Facts) -> Facts:
         assert facts.axes is not None
-        return replace(facts, demand=_Analysis(facts.joint, facts.axes).run())
+        return replace(facts, demand=_Analysis(facts.joint, facts.axes, facts.whole).run())
 
 
 class _Parity:
@@ -71,9 +72,8 @@ class _Parity:
 
 
 class _Analysis:
-    def __init__(self, joint: JointGraph, axes: AxisFacts) -> None:
-        self.joint = joint
-        self.axes = axes
+    def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str]) -> None:
+        self.joint, self.axes, self.whole = joint, axes, whole
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
         self.forms: dict[fx.Node, tuple[Form, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -215,7 +215,10 @@ class _Analysis:
         outside = tuple(Form.WHOLE if self.axes.sequence_dims(shape) else Form.SCALAR for shape in made)
         operands = tensor_operands(node)
         touches = any(self._dims(operand) for operand in operands) or Form.WHOLE in outside
-        if not touches:
+        if not touches or is_part_of_opaque(node):
+            return outside
+        if node.name in self.whole:
+            self.reasons[node] = self.whole[node.name]
             return outside
         if node in self.axes.static and all(self._is_narrow(shape) for shape in made) and not self._is_filled_later(node):
             return outside

@@ -17,6 +17,7 @@ from streamfx.passes.adders import arranged
 from streamfx.passes.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.scans import FORWARD, REVERSE
+from streamfx.passes.whole import RunsWhole
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
@@ -32,6 +33,8 @@ from streamfx.runtime.sizes import (
 )
 
 aten = torch.ops.aten
+AGAINST = "{target} runs over the rows in the other direction than what needs it"
+NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
 
 
 @emits(aten.mean.default, aten.mean.dim)
@@ -179,7 +182,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         carry, states = builder.carry(node, dim, scans.carry_type(dtype), keeps_states)
         return builder.graph.call_function(scans.advance, (*what, carry, before, states, chunk))
     if known is None:
-        raise NotImplementedError(f"{node.name} is scanned against the direction of its loop")
+        raise RunsWhole(node, AGAINST.format(target=node.target))
     states = builder.feed(f"{node.name}_states", Same(), known)
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
@@ -198,12 +201,12 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     run: Recurrence = node.target  # type: ignore[assignment]
     if plan.own.reverse:
         if not builder.reverse or (plan.again is not None and plan.again.carried and known is None):
-            raise NotImplementedError(f"{node.name} has no states to start from")
+            raise RunsWhole(node, NO_STATES)
         carry, _ = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=False)
         return builder.graph.call_function(run.retreat, (first, carry, states, chunk, *operands))
     if builder.reverse:
         if known is None:
-            raise NotImplementedError(f"{node.name} is carried against the direction of its loop")
+            raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
         return builder.graph.call_function(run.resume, (first, states, chunk, *operands))
     carry, made = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=known is None)
     return builder.graph.call_function(run.advance, (first, carry, made, chunk, *operands))

@@ -21,6 +21,7 @@ from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import node_argument, shape_of_node
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.sizes import numeric, product
+from streamfx.runtime.as_traced import part_of
 
 BEFORE, HERE = "before", "here"
 FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are stored where nothing else is possible
@@ -28,7 +29,7 @@ FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are st
 
 def producer_of(node: fx.Node) -> fx.Node:
     """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
-    return node_argument(node) if node.target is operator.getitem else node
+    return node_argument(node) if node.target is operator.getitem or node.target is part_of else node
 
 
 def operand_needs(node: fx.Node, layout: Layout) -> list[Need]:

@@ -35,7 +35,7 @@ MOVES_ELEMENTS = frozenset(
     }
 )
 
-READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default, aten.view.dtype)
+READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -15,8 +16,10 @@ from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, size_of
 from streamfx.passes.bodies import BodyBuilder
-from streamfx.passes.linear import READS_STRIDES
+from streamfx.passes.opaque import LAYOUTS, is_part
 from streamfx.passes.regions import Region, is_loop_value
+from streamfx.passes.whole import RunsWhole
+from streamfx.runtime.as_traced import laid_out
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.recurrences import Recurrence
@@ -24,6 +27,7 @@ from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
+CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
 
 
 class OuterBuilder:
@@ -74,24 +78,37 @@ class OuterBuilder:
             self._constant(node)
             return
 
-        def replaced(argument: fx.Node) -> Any:
-            if is_size(argument):
-                return self.number(size_of(argument.meta["val"]))
-            return self.operand(argument)
-
-        if node.target in READS_STRIDES and node_argument(node).op != "placeholder":
-            raise NotImplementedError(f"{node.name} ({node.target}) reads the memory layout of a computed value")
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
         made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
         made.meta = dict(node.meta)
         self.env[node] = made
         for user in node.users:
-            if user.target is operator.getitem and user not in self.env and is_tensor(user):
+            if is_part(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
+
+    def _taken_by(self, node: fx.Node) -> Callable[[fx.Node], Any]:
+        """What an operator is given for its arguments; an opaque one takes tensors laid out as in the trace."""
+        layouts = iter(node.meta.get(LAYOUTS, ()))
+
+        def taken(argument: fx.Node) -> Any:
+            if is_size(argument):
+                return self.number(size_of(argument.meta["val"]))
+            value = self.operand(argument)
+            strides = next(layouts, None) if is_tensor(argument) else None
+            if strides is None or argument.op == "placeholder":
+                return value
+            made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
+            made.meta = {"val": argument.meta["val"], "joint": argument.name}
+            return made
+
+        return taken
 
     def _constant(self, node: fx.Node) -> None:
         name = f"constant_{node.name}"
-        self.module.register_buffer(name, node.meta["streamfx_constant"], persistent=False)
+        if "streamfx_graph" in node.meta:
+            self.module.add_module(name, node.meta["streamfx_graph"])
+        else:
+            self.module.register_buffer(name, node.meta["streamfx_constant"], persistent=False)
         self.env[node] = self.graph.get_attr(name)
         self.env[node].meta = dict(node.meta)
 
@@ -115,7 +132,7 @@ class OuterBuilder:
         """The same, for a loop over chunks of this size: of other chunks there are no states."""
         states = self.states_of(node)
         if states is not None and self.chunks_of_states[node] != chunk_size:
-            raise NotImplementedError(f"{node.name} is carried through chunks of two sizes")
+            raise RunsWhole(node, CHUNKS_OF_TWO_SIZES.format(target=node.target))
         return states
 
     # -- loops
@@ -139,7 +156,7 @@ class OuterBuilder:
         return name if not hasattr(self.module, name) else next(n for n in numbered if not hasattr(self.module, n))
 
     def _emit_with_producer(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and not self.has(node_argument(node)):
+        if is_part(node) and not self.has(node_argument(node)):
             self.emit(node_argument(node))
         self.emit(node)
 

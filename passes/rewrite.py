@@ -29,10 +29,12 @@ from streamfx.passes.linear import is_expensive, is_random, unpacks
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
+from streamfx.passes.whole import RunsWhole
 from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
+DRAWN_ELSEWHERE = "{target} draws numbers at random that {stage} needs again, in chunks of another stage"
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def check_draws(region: Region, stage: Stage) -> None:
     own = {*stage.forward, *stage.backward}
     for node in region.nodes:
         if is_random(node) and node not in own and node.target is not draw_seed:
-            raise NotImplementedError(f"{node.name} is drawn in another stage than {stage.name}, which needs it again")
+            raise RunsWhole(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
 
 
 def _finished(builder: OuterBuilder) -> fx.GraphModule:

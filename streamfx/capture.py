@@ -25,7 +25,7 @@ def captured(
 ) -> Facts:
     """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
 
-    `static_inputs` are the positions of parameters and buffers among the primals; `known_masks` tells for some of them, by
+    `static_inputs` are the positions of parameters and buffers among the inputs; `known_masks` tells for some of them, by
     position, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
     where that is not known.
     """
@@ -37,13 +37,14 @@ def captured(
     for node in graph.find_nodes(op="get_attr"):
         _keep_constant(node, module)
     joint = joint_graph(graph, num_primals, num_outputs)
+    inputs = joint.inputs
     for position in static_inputs:
-        if position < len(joint.primals):
-            joint.primals[position].meta["streamfx_static_address"] = True
+        if position < len(inputs):
+            inputs[position].meta["streamfx_static_address"] = True
     for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
         joint.primals[position].meta["streamfx_mutated"] = True
     for position, pieces in (known_masks or {}).items():
-        joint.primals[position].meta["streamfx_pattern"] = pieces
+        inputs[position].meta["streamfx_pattern"] = pieces
     return Facts(joint)
 
 

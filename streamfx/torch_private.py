@@ -12,10 +12,11 @@ from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines what is next looked up)
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput  # 2.11, 2.13
+from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput, InputMutationAOTOutput  # 2.11, 2.13
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
+from torch._higher_order_ops.scan import scan_op as SCAN  # 2.11, 2.13
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
@@ -30,6 +31,7 @@ __all__ = [
     "EXIT_AUTOCAST",
     "FLEX_ATTENTION",
     "FLEX_ATTENTION_BACKWARD",
+    "SCAN",
     "SET_GRAD",
     "ZEROS_AND_SCATTER",
     "FakeTensor",
@@ -47,6 +49,7 @@ __all__ = [
     "has_compiler",
     "is_composite",
     "is_held_by_model",
+    "is_token",
     "keep_saved_tensors",
     "keeps_graph",
     "mutated_inputs",
@@ -107,6 +110,11 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     written = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
     placeholders = joint.find_nodes(op="placeholder")
     return [i for i, node in enumerate(placeholders) if node.meta.get("desc") in written]
+
+
+def is_token(placeholder: fx.Node) -> bool:
+    """Whether an input stands for the order of effects, and holds nothing; such inputs come before all others (2.11, 2.13)."""
+    return isinstance(placeholder.meta.get("desc"), ForwardTokenAOTInput)
 
 
 def placeholder_source(node: fx.Node) -> str:

@@ -66,6 +66,18 @@ def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
     return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
 
 
+@rule(aten.view.dtype)
+def view_of_bits(call: Call) -> Signature | None:
+    """The same elements, or, of a type of another size, all of the last dimension together."""
+    operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
+    if call.node.args[1].itemsize == node_argument(call.node).meta["val"].element_size():  # type: ignore[union-attr]
+        return Signature((operand,), (result,))
+    if not operand:
+        return None
+    last = len(operand)
+    return Signature((operand,), ((*result[:-1], (last,)),), whole=frozenset({last - 1, last}))
+
+
 @rule(aten.unsqueeze.default)
 def unsqueeze(call: Call) -> Signature:
     letters = list(_own_letters(len(call.shapes[0])))

@@ -127,7 +127,10 @@ class CausalityFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything known so far; passes return a copy with their part filled in."""
+    """Everything known so far; passes return a copy with their part filled in.
+
+    `whole` names operators that have to run whole, with reasons: what a pass has found that could not run them in a loop.
+    """
 
     joint: JointGraph
     axes: AxisFacts | None = None
@@ -137,6 +140,7 @@ class Facts:
     plan: Any = None
     program: Any = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def reasons(self) -> list[str]:
         """Why something does not stream, one line for each operator that runs whole."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.torch_private import is_token
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class JointGraph:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     forward: frozenset[fx.Node]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The primals that the caller gives, in order; the others stand for the order of effects, and have no gradients."""
+        return tuple(primal for primal in self.primals if not is_token(primal))
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -59,7 +65,7 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
     """What the forward half makes of the primals that get a gradient, and these."""
-    found = {primal for primal, gradient in zip(joint.primals, joint.gradients, strict=False) if isinstance(gradient, fx.Node)}
+    found = {primal for primal, gradient in zip(joint.inputs, joint.gradients, strict=False) if isinstance(gradient, fx.Node)}
     for node in joint.nodes:
         if node in joint.forward and any(source in found for source in node.all_input_nodes):
             found.add(node)

@@ -34,7 +34,12 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 def flops_of_graph(graph: fx.Graph) -> int:
     """FLOPs of a traced graph that runs once, sizes being those of the trace."""
     counted = (node for node in graph.nodes if node.op == "call_function" and has_flops(node.target))
-    return sum(flops_of(node.target, _on_meta(node.args), _on_meta(node.kwargs), _on_meta(node)) for node in counted)
+    return sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in counted)
+
+
+def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of a traced call; its arguments and its result may be nodes."""
+    return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
 
 
 def has_flops(target: Any) -> bool:

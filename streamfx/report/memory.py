@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from streamfx.report.meter import Meter
 from streamfx.report.sampling import LoopRun, SampledLoop
+from streamfx.report.stand_ins import with_stand_ins
 from streamfx.report.terms import LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
@@ -167,7 +168,7 @@ def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
 
 def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
     """The same outer graph, with loops that run few of their chunks."""
-    copied = fx.GraphModule(module, module.graph)
+    copied = with_stand_ins(module, meter, made_like)
     for name, child in module.named_children():
         if isinstance(child, Loop):
             copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import fx
+from torch._ops import OpOverload
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.lines import source_line
 from streamfx.passes.linear import CONTRACTIONS
-from streamfx.passes.rules.registry import rule_for
+from streamfx.passes.opaque import is_opaque
 from streamfx.report.memory import bytes_like
-from streamfx.torch_private import HigherOrderOperator
 
 MOST = 160  # characters of an unexpected error that a report shows
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
@@ -54,8 +54,8 @@ def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
 
 def _advice(node: fx.Node, facts: Facts) -> str:
     assert facts.axes is not None
-    if rule_for(node) is None:
-        return NO_RULE
+    if is_opaque(node):
+        return NO_RULE if isinstance(node.target, OpOverload) else OTHER
     signature = facts.axes.signatures.get(node)
     if signature is not None and signature.whole:
         return MIXES
@@ -70,7 +70,4 @@ def why_no_stages(facts: Facts) -> str:
     failed = facts.notes.get("failed")
     if failed:
         return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
-    functions = {str(node.target) for node in facts.joint.nodes if isinstance(node.target, HigherOrderOperator)}
-    if functions:
-        return f"{', '.join(sorted(functions))} calls a function that cannot be written out in plain operators; {OTHER}"
     return f"no dimension of this graph can be streamed: no attention, no sum over a long dimension; {NO_SEQUENCE}"

@@ -19,10 +19,15 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.errors import StaleGraph
+from streamfx.runtime.as_traced import reinterpreted
 from streamfx.runtime.mask_programs import Looks, looking
 
 aten = torch.ops.aten
-COPIES_WHERE_NEEDED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+COPIES_WHERE_NEEDED: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view.dtype: reinterpreted,
+}
 LOOKS = "_streamfx_looks"  # an attribute of what a forward half saves: what it has found of masks
 
 

@@ -1,0 +1,58 @@
+"""Values as an operator that nobody looks into has to find them: laid out in memory as traced, parts of results of any form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def laid_out(value: Any, *strides: int) -> Any:
+    """The value with these strides, copied where it has others; dimensions of size one may have any."""
+    if not isinstance(value, Tensor) or _has(value, strides):
+        return value
+    once = value
+    for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
+        once = once.narrow(dim, 0, 1)
+    if _overlap(once.shape, strides):  # what lies in one place has one value there: no such copy can be filled
+        return value
+    return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
+
+
+def _has(value: Tensor, strides: Sequence[int]) -> bool:
+    pairs = zip(value.shape, value.stride(), strides, strict=True)
+    return value.numel() == 0 or all(size == 1 or own == wanted for size, own, wanted in pairs)
+
+
+def _overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie in one place."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def strided(value: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`as_strided`, with an offset that counts from where the value begins."""
+    return value.as_strided(size, stride, value.storage_offset() + offset)
+
+
+def strided_scatter(value: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`as_strided_scatter`, with an offset that counts from where the value begins."""
+    return torch.as_strided_scatter(value, source, size, stride, value.storage_offset() + offset)
+
+
+def reinterpreted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a value as another type; of types of other sizes only where they lie side by side."""
+    return (value if dtype.itemsize == value.dtype.itemsize else value.contiguous()).view(dtype)
+
+
+def part_of(value: Any, *path: Any) -> Any:
+    """A result within results."""
+    for step in path:
+        value = value[step]
+    return value
