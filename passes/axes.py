@@ -283,7 +283,7 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
-    inputs = (node for node in joint.primals if is_tensor(node) and not _is_parameter_like(node, joint))
+    inputs = (node for node in joint.inputs if is_tensor(node) and not _is_parameter_like(node, joint))
     return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
 
 

@@ -35,9 +35,9 @@ from streamfx.torch_private import (
     default_partition,
     get_decompositions,
     is_held_by_model,
-    is_token,
     keep_saved_tensors,
     mutated_inputs,
+    number_of_tokens,
     size_hint,
     static_inputs,
     tracing_undone,
@@ -145,10 +145,9 @@ class Compilation:
         """The same graph, compiled without relying on what any input holds."""
         return Compilation(self.module, self.options, self.facts, reads_inputs=False).compile(inputs)
 
-    def patterns(self, module: fx.GraphModule, num_primals: int) -> dict[int, Pieces]:
+    def patterns(self, num_primals: int) -> dict[int, Pieces]:
         """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
-        num_tokens = sum(map(is_token, module.graph.find_nodes(op="placeholder")[:num_primals]))
-        if self.num_inputs != num_primals - num_tokens:
+        if self.num_inputs != num_primals:
             return {}
         return {item.position: item.pattern for item in self.watched}
 
@@ -177,7 +176,14 @@ class Compilation:
         self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
-        facts = captured(joint, count, num_fwd_outputs, static, self.patterns(joint, count), mutated_inputs(joint.graph))
+        facts = captured(
+            joint,
+            count,
+            num_fwd_outputs,
+            static,
+            self.patterns(count - number_of_tokens(joint.graph)),
+            mutated_inputs(joint.graph),
+        )
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
             halves = plain()
             if self.fits_as_it_stands(facts, *halves):
@@ -234,7 +240,8 @@ class Compilation:
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
         weights = static_inputs() or self.parameters
-        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), weights, self.patterns(module, len(inputs))))
+        given = len(inputs) - number_of_tokens(module.graph)
+        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), weights, self.patterns(given)))
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
 

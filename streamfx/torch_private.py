@@ -56,6 +56,7 @@ __all__ = [
     "no_dispatch",
     "no_modes",
     "no_saved_tensor_hooks",
+    "number_of_tokens",
     "placeholder_source",
     "reentrant_dispatch",
     "static_inputs",
@@ -115,6 +116,11 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
 def is_token(placeholder: fx.Node) -> bool:
     """Whether an input stands for the order of effects, and holds nothing; such inputs come before all others (2.11, 2.13)."""
     return isinstance(placeholder.meta.get("desc"), ForwardTokenAOTInput)
+
+
+def number_of_tokens(graph: fx.Graph) -> int:
+    """How many inputs of a graph stand for the order of effects."""
+    return sum(map(is_token, graph.find_nodes(op="placeholder")))
 
 
 def placeholder_source(node: fx.Node) -> str:

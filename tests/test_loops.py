@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+import streamfx
 from streamfx.integrations import enable
 from tests.support.trainers import tiny
 
@@ -54,6 +55,8 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "ia3": lambda peft: peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
     ),
+    "oft": lambda peft: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    "boft": lambda peft: peft.BOFTConfig(boft_block_size=4, target_modules=["v_proj"], task_type="CAUSAL_LM"),
     "prompt": lambda peft: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 
@@ -74,6 +77,15 @@ def test_adapters(kind: str, checkpointing: bool, peft: Any) -> None:
         assert_close(gradients(model, model), truth)
         assert list(model.state_dict()) == keys
     assert done.calls["model"].compiled == 1
+
+
+@pytest.mark.parametrize("kind", ["oft", "boft"])
+def test_rotations_of_weights_leave_the_layers_their_loops(kind: str, peft: Any) -> None:
+    """Each solves a system of equations of weights, an operator with effects."""
+    model = peft.get_peft_model(tiny.causal_model(), KINDS[kind](peft))
+    shown = streamfx.explain(model, **batch(), options={"chunk_size": 5}).summary(with_baseline=False)
+    assert {stage["kind"] for stage in shown["stages"]} == {"streamed"}
+    assert shown["streamed_flops_share"] > 0.8
 
 
 def test_accelerate() -> None:

@@ -1,4 +1,4 @@
-"""What stands in for operators that call functions while costs are predicted: results as they were traced, an estimate of the work.
+"""What stands in for operators that call functions while costs are predicted: results as they were traced, about as much work.
 
 Fake tensors have no values, so that no `cond` can choose and no `while_loop` can end. Of branches the dearest counts, of a loop's
 body one run for each row that it is given, or just one where nothing tells how often it runs.

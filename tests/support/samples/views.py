@@ -90,3 +90,5 @@ sample(aten.select_scatter.default)(lambda s: (s.draw(s.b, s.t, s.d), s.draw(s.b
 sample(aten.slice_scatter.default)(lambda s: (s.draw(s.b, s.t + 2, s.d), s.draw(s.b, s.t, s.d), 1, 1, s.t + 1))
 sample(aten.repeat.default)(lambda s: (s.draw(s.b, s.t, s.d), [1, 3, 1]))
 sample(aten.repeat.default)(lambda s: (s.draw(s.t, s.d), [s.b, 2, 2]))
+sample(aten.view.dtype)(lambda s: (s.draw(s.b, s.t, s.d), torch.int64))
+sample(aten.view.dtype)(lambda s: (s.draw(s.b, s.t, s.d), torch.int16))

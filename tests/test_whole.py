@@ -1,0 +1,191 @@
+"""An operator that no loop can run costs itself, not the graph: it runs whole, the rest streams, gradients are those of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.scan import scan
+
+import streamfx
+from streamfx.ir.facts import Facts
+from streamfx.passes import run_pipeline
+from tests.support.exactness import Recorded, compare, compare_replayed
+
+LENGTH, WIDTH, VOCABULARY = 37, 8, 11
+Between = Callable[["Decoder", Tensor], Tensor]
+
+
+class Decoder(nn.Module):
+    """Two layers of attention and a head; `between` is what stands between the layers."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.between: Any = between
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.qkv, self.w = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.double()
+
+    def layer(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layer(self.between(self, self.layer(self.embed(ids))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def ids() -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.library.custom_op("streamfx_tests::two_of_each", mutates_args=())
+def two_of_each(x: Tensor) -> list[Tensor]:
+    return [2 * x, 3 * x]
+
+
+two_of_each.register_fake(lambda x: [torch.empty_like(x), torch.empty_like(x)])
+two_of_each.register_autograd(lambda ctx, gradients: 2 * gradients[0] + 3 * gradients[1])
+
+
+@torch.library.custom_op("streamfx_tests::counted", mutates_args=("seen",))
+def counted(x: Tensor, seen: Tensor) -> Tensor:
+    seen.add_(x.sum((0, 1)))
+    return x.sin()
+
+
+counted.register_fake(lambda x, seen: torch.empty_like(x))
+
+
+@torch.library.custom_op("streamfx_tests::flat", mutates_args=())
+def flat(x: Tensor) -> Tensor:
+    return x.view(-1).sin().view(x.shape)  # fails where rows do not lie side by side
+
+
+flat.register_fake(lambda x: torch.empty_like(x))
+flat.register_autograd(lambda ctx, gradient: flat(gradient.contiguous()))
+
+
+def rotated(self: Decoder, x: Tensor) -> Tensor:
+    skew, one = self.w - self.w.T, torch.eye(WIDTH, dtype=x.dtype)
+    return x @ torch.linalg.solve(one + skew, one - skew)
+
+
+def solved(self: Decoder, x: Tensor) -> Tensor:
+    gram = x.transpose(1, 2) @ x / LENGTH + torch.eye(WIDTH, dtype=x.dtype)
+    return torch.linalg.solve(gram, x.transpose(1, 2)).transpose(1, 2)
+
+
+def chosen(self: Decoder, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, self.w))
+
+
+def scanned(self: Decoder, x: Tensor) -> Tensor:
+    start = torch.zeros(2, WIDTH, dtype=x.dtype)
+    _, rows = scan(lambda state, row: ((state / 2 + row @ self.w).tanh(), (2 * state + row).sin()), start, x, dim=1)
+    return rows if rows.shape == x.shape else rows.transpose(0, 1)
+
+
+def looped(self: Decoder, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        _, halved = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y / 2), (torch.tensor(0), x.detach()))
+    return x + halved
+
+
+def windows(self: Decoder, x: Tensor) -> Tensor:
+    padded = F.pad(x, (0, 0, 2, 0))
+    rows = padded[:, 1:].transpose(0, 1)  # what is read begins before what is shown
+    return x + rows.as_strided((2, LENGTH, 3, WIDTH), (padded.stride(0), WIDTH, WIDTH, 1), 0).sum(2)
+
+
+def scattered(self: Decoder, x: Tensor) -> Tensor:
+    return torch.as_strided_scatter(x.contiguous(), x[:, :5].sin(), (2, 5, WIDTH), (LENGTH * WIDTH, WIDTH, 1), 2 * WIDTH)
+
+
+PROGRAMS: dict[str, tuple[Between, str]] = {
+    "solve of weights": (rotated, ""),
+    "solve of rows": (solved, "torch.linalg.solve(gram, x"),
+    "cond": (chosen, "torch.cond(x.sum() > 0"),
+    "scan": (scanned, "scan(lambda state, row"),
+    "while_loop": (looped, "while_loop(lambda i, y"),
+    "as_strided": (windows, "rows.as_strided("),
+    "as_strided_scatter": (scattered, "torch.as_strided_scatter("),
+    "bits": (lambda self, x: x * (x.detach().view(torch.int64) >> 62).to(x.dtype), ""),
+    "a list of results": (lambda self, x: x + two_of_each(x)[0] * two_of_each(x)[1].sin(), "two_of_each(x)[0]"),
+    "an operator that writes": (lambda self, x: x + counted(x.detach(), self.seen), "counted(x.detach(), self.seen)"),
+    "an operator that reads layouts": (lambda self, x: flat(self.layer(x.transpose(0, 1)).contiguous()).transpose(0, 1), "flat("),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_around_an_operator_streams(name: str) -> None:
+    between, line = PROGRAMS[name]
+    model = Decoder(between)
+    report = compare(model, {"ids": ids()}, chunk_size=8, streams=None)
+    (facts,) = report.facts
+    assert facts.program is not None
+    assert len(facts.program.loops) > 2
+    assert facts.axes.sequence.length == LENGTH  # type: ignore[union-attr]
+    shown = streamfx.explain(model, ids(), options={"chunk_size": 8}).summary()
+    assert shown["streamed_flops_share"] > 0.6
+    reasons = [stage["reason"] for stage in shown["stages"] if stage["reason"]]
+    assert bool(reasons) == bool(line)
+    assert all("test_whole.py" in reason and line in reason and "please report" not in reason for reason in reasons)
+
+
+def test_equal_calls_of_functions_that_draw_at_random_stay_two() -> None:
+    def twice(self: Decoder, x: Tensor) -> Tensor:
+        drawn = [torch.cond(self.seen.sum() > 0, lambda x: F.dropout(x, 0.5), lambda x: x.cos(), (x,)) for _ in range(2)]
+        return drawn[0] - drawn[1]
+
+    model = Decoder(lambda self, x: twice(self, x) * 1e6)
+    torch.compile(model, backend="streambp", options={"chunk_size": 8})(ids()).backward()
+    assert model.w.grad is None
+    assert model.qkv.weight.grad is not None
+    assert float(model.qkv.weight.grad.norm()) > 1.0
+
+
+def running_sum(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def recorded(between: Between) -> Recorded:
+    (one,) = compare(Decoder(between), {"ids": ids()}, chunk_size=8, streams=None).recorder.compilations
+    return one
+
+
+@pytest.mark.parametrize("target", ["aten.cumsum.default", "aten.mm.default", "streamfx.attention.default"])
+def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any operator may be marked: the passes begin again, and the result is the same."""
+    from streamfx.passes import bodies
+    from streamfx.passes.whole import RunsWhole
+
+    refused: list[str] = []
+    emitter_of = bodies.emitter_of
+
+    def refusing(node: Any) -> Any:
+        if str(node.target) == target and not refused:
+            refused.append(node.name)
+            raise RunsWhole(node, f"{target} is refused")
+        return emitter_of(node)
+
+    one = recorded(lambda self, x: x + running_sum(x) / LENGTH)
+    monkeypatch.setattr(bodies, "emitter_of", refusing)
+    seen: list[Facts] = []
+
+    def noted(*args: Any) -> Facts:
+        seen.append(run_pipeline(*args))
+        return seen[-1]
+
+    monkeypatch.setattr("tests.support.exactness.run_pipeline", noted)
+    backend = type("Backend", (), {"compilations": [one], "options": one.options})()
+    compare_replayed(backend, 8, 1e-12, {})
+    assert refused
+    assert seen[0].reasons() == [f"{target} is refused"]
+    assert len(seen[0].program.loops) > 1
