@@ -29,6 +29,7 @@ class Decoder(nn.Module):
         self.between: Any = between
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.qkv, self.w = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.seen: Tensor
         self.register_buffer("seen", torch.ones(WIDTH))
         self.double()
 
