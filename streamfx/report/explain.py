@@ -58,6 +58,7 @@ class Explanation:
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
         gradients = [gradient_bytes(graph) for graph in self._called]
+        # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
         return {
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
@@ -66,7 +67,7 @@ class Explanation:
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
             "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
-            "peak_bytes": peak_of_calls(streamed, gradients),
+            "peak_bytes": max(peak_of_calls(streamed, gradients), baseline.gradients),
             "baseline_peak_bytes": baseline.peak,
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "saved_bytes": sum(cost.held for cost in streamed),

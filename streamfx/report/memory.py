@@ -40,7 +40,8 @@ class Cost:
     held: bytes that the forward half leaves: results and saved values. attention_flops: those of fused attention, masked_flops:
     of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
     half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
-    backward_terms: the bytes of both peaks, by what they are for (see `terms.py`).
+    backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
+    calls in eager.
     """
 
     forward_peak: int
@@ -55,6 +56,7 @@ class Cost:
     attention_flops: int = 0
     layer_flops: int = 0
     layer_attention: int = 0
+    gradients: int = 0
 
     @property
     def peak(self) -> int:

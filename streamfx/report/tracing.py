@@ -26,7 +26,7 @@ from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.memory import Cost, eager_cost_of, made_like
-from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched
+from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
 from streamfx.report.values import RealIntegers
 from streamfx.torch_dynamo import cause_of, compiled_apart, noted_graph_breaks, quiet_tracer, raised_as_itself
 from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
@@ -126,9 +126,13 @@ def _eager_cost(
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
         for layer in layers if checkpointed else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        parameters = {id(tensor): tensor for module in modules_of(model) for tensor in held_tensors(module)}.values()
         try:
-            with RealIntegers():
-                return eager_cost_of(lambda: model(*args, **kwargs), () if checkpointed else layers)
+            with RealIntegers(), without_gradients([*given, *parameters]):  # fake tensors are the same from call to call
+                cost = eager_cost_of(lambda: model(*args, **kwargs), () if checkpointed else layers)
+                made = (tensor.grad for tensor in parameters if tensor.is_leaf)
+                return replace(cost, gradients=sum(gradient.nbytes for gradient in made if gradient is not None))
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None

@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -83,6 +83,19 @@ def buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
             for buffer, value in kept:
                 if not torch.equal(buffer, value):  # the version does not tell: compiled code may write without counting
                     buffer.copy_(value)
+
+
+@contextmanager
+def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Leaves without gradients, as after `zero_grad()`, which get those back that they had."""
+    kept = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    for tensor, _ in kept:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in kept:
+            tensor.grad = gradient
 
 
 @contextmanager
