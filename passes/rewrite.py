@@ -30,6 +30,7 @@ from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
 from streamfx.passes.whole import RunsWhole
+from streamfx.passes.written import kept
 from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
@@ -193,10 +194,10 @@ class _BackwardBuilder(OuterBuilder):
                 self._fetched(node)
 
     def held(self, node: fx.Node) -> fx.Node:
-        """What the forward half hands over of a saved value."""
+        """What the forward half hands over of a saved value: a copy of what the caller writes to once that half has run."""
         made = self.forward.env[node]
         if node not in self.offloaded:
-            return made
+            return kept(made)
         with self.forward.graph.inserting_after(made):
             held = self.forward.graph.call_function(to_host, (made,))
         held.meta = {"val": self._on_host(node), "joint": node.name}
