@@ -1,7 +1,11 @@
-"""Equations of softmax and of zero, each a simplification of one operator; used by `canonicalize`.
+"""Equations of softmax, each a simplification of one operator; used by `canonicalize`.
 
-softmax(x - max(x)) -> softmax(x)          sum over keys of a softmax's gradient -> 0
-scatter(0, i, 0) -> 0                      x + 0 -> x
+softmax(x - max(x)) -> softmax(x)
+d + (minus the sum of d, put where x is largest) -> d          for d the gradient of a softmax's scores
+
+The second is what autograd makes of the first one's largest score: probabilities add up to one whatever the scores are, so
+that the gradients of the scores of one softmax add up to nothing. Both hold to rounding. Where a row's scores are minus infinity
+throughout, or one of them is no number or infinite, both sides are no numbers.
 """
 
 from __future__ import annotations
@@ -21,16 +25,18 @@ aten = torch.ops.aten
 
 def _softmax_of_shifted(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """A softmax subtracts the largest score itself."""
-    shifted, dim, widened = node.args
-    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor or shifted.kwargs:
+    given = bound_arguments(node)
+    shifted, dim = given["self"], given["dim"]
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
         return None
-    scores, largest = shifted.args
-    if not isinstance(largest, fx.Node) or not _is_largest(largest, scores, dim):
+    scores, largest, scale = bound_arguments(shifted).values()
+    if scale != 1 or not is_tensor(scores) or not is_tensor(largest) or not _is_largest(largest, scores, dim):
         return None
-    return writer.call(aten._softmax.default, scores, dim, widened)
+    return writer.call(aten._softmax.default, scores, dim, given["half_to_float"])
 
 
-def _is_largest(node: fx.Node, scores: Any, dim: Any) -> bool:
+def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
+    """Whether a value is the largest score of each row along a dimension, which it keeps with size one."""
     rank = len(shape_of_node(scores))
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]  # type: ignore[assignment]
@@ -38,41 +44,86 @@ def _is_largest(node: fx.Node, scores: Any, dim: Any) -> bool:
         return False
     arguments = bound_arguments(node)
     dims = [arguments["dim"]] if isinstance(arguments["dim"], int) else arguments["dim"]
-    return bool(arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]
+    return bool(rank and arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]
 
 
-def _sum_of_gradients(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """The gradients of the scores of one softmax add up to nothing: probabilities add up to one whatever the scores are."""
-    source = node.args[0]
-    if isinstance(source, fx.Node) and source.target is aten.neg.default:
-        source = source.args[0]
-    if not isinstance(source, fx.Node) or source.target is not aten._softmax_backward_data.default:
+def _gradient_of_largest(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """A gradient of scores, and a share of what they add up to, which is nothing."""
+    left, right, scale = bound_arguments(node).values()
+    if scale != 1 or not is_tensor(left) or not is_tensor(right):
         return None
-    rank, dims = len(shape_of_node(source)), bound_arguments(node)["dim"] or ()
-    if bound_arguments(source)["dim"] % rank not in {dim % rank for dim in dims}:
+    for gradient, share in ((left, right), (right, left)):
+        if (scores := _scores_of(gradient)) is None or shape_of_node(gradient) != shape_of_node(node):
+            continue
+        if gradient.meta["val"].dtype == node.meta["val"].dtype and _is_share_of_sum(share, gradient, scores):
+            return gradient  # type: ignore[no-any-return]
+    return None
+
+
+def _scores_of(gradient: fx.Node) -> fx.Node | None:
+    """The scores of which this is the gradient, behind the softmax that made its probabilities, along the same dimension."""
+    if gradient.target is not aten._softmax_backward_data.default:
         return None
-    value = node.meta["val"]
-    return writer.call(aten.full.default, list(value.shape), 0.0, dtype=value.dtype, device=value.device)
-
-
-def _scattered_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    target, source = node.args[0], node.args[3]
-    return target if is_zero(target) and is_zero(source) else None  # type: ignore[return-value]
-
-
-def _plus_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    left, right = node.args[:2]
-    if is_zero(left):
-        left, right = right, left
-    if not is_zero(right) or not is_tensor(left) or "alpha" in node.kwargs:
+    arguments, rank = bound_arguments(gradient), len(shape_of_node(gradient))
+    softmax = arguments["output"]
+    if softmax.target is not aten._softmax.default or shape_of_node(softmax) != shape_of_node(gradient) or not rank:
         return None
-    same = left.meta["val"].shape == node.meta["val"].shape and left.meta["val"].dtype == node.meta["val"].dtype  # type: ignore[union-attr]
-    return left if same else None  # type: ignore[return-value]
+    own = bound_arguments(softmax)
+    is_same = own["dim"] % rank == arguments["dim"] % rank and not own["half_to_float"]
+    return own["self"] if is_same and arguments["input_dtype"] == softmax.meta["val"].dtype else None
+
+
+def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
+    """Whether a value is a gradient's sum over keys, or minus that, put at one key of each row or divided among the largest."""
+    dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
+    if node.target is aten.scatter.src:
+        arguments = bound_arguments(node)
+        at, total = arguments["index"], arguments["src"]
+        along = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(at) == shape_of_node(total)
+        return along and is_zero(arguments["self"]) and _is_sum(total, gradient, dim)
+    if node.target is not aten.mul.Tensor:
+        return False
+    part, chosen = node.args
+    if not is_tensor(part) or not is_tensor(chosen) or part.target is not aten.div.Tensor:
+        return False
+    total, count = part.args
+    return _is_sum(total, gradient, dim) and _counts(count, chosen, dim) and _are_largest(chosen, scores, dim)
+
+
+def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
+    """Whether a value is the sum of a gradient along a dimension, or minus that, at size one."""
+    if not is_tensor(node) or node.meta["val"].dtype != gradient.meta["val"].dtype:
+        return False
+    signs = 0
+    while node.target in (aten.neg.default, aten.sum.dim_IntList) and node is not gradient:
+        if node.target is aten.sum.dim_IntList:
+            arguments, rank = bound_arguments(node), len(shape_of_node(gradient))
+            if [item % rank for item in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:
+                return False
+            signs += 1
+        node = node.args[0]
+    return node is gradient and signs == 1
+
+
+def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
+    """Whether a value says how many are chosen along a dimension."""
+    if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
+        return False
+    arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
+    plain = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
+    return plain and [item % rank for item in arguments["dim"] or ()] == [dim]
+
+
+def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
+    """Whether a value says where scores are the largest of their row: somewhere, as long as they are numbers."""
+    if node.target is not aten.eq.Tensor:
+        return False
+    return any(
+        one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in (node.args, node.args[::-1])
+    )
 
 
 IDENTITIES = {
     aten._softmax.default: _softmax_of_shifted,
-    aten.sum.dim_IntList: _sum_of_gradients,
-    aten.scatter.src: _scattered_nothing,
-    aten.add.Tensor: _plus_nothing,
+    aten.add.Tensor: _gradient_of_largest,
 }
