@@ -64,6 +64,8 @@ def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
     """Whether a Euclidean norm is taken along the sequence."""
     arguments, operand = bound_arguments(node), node_argument(node)
     rank, value = len(shape_of_node(operand)), operand.meta["val"]
+    if not rank:
+        return False
     dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
     along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
     return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
@@ -77,6 +79,7 @@ def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """What is added to minus zero keeps its sign, even if it is a zero."""
     operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
     lengths = [item.meta["val"].shape[dim] for item in operands]
@@ -84,7 +87,7 @@ def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
     made: fx.Node | None = None
     for operand, before, length in zip(operands, befores, lengths, strict=False):
         pad = [0, 0] * (rank - 1 - dim) + [before, total - before - length]
-        part = writer.call(aten.constant_pad_nd.default, operand, pad, 0.0)
+        part = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
         made = part if made is None else writer.call(aten.add.Tensor, made, part)
     assert made is not None
     return made

@@ -9,6 +9,7 @@ tokens becomes a sum divided by a count, so that it can be taken chunk by chunk.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -131,7 +132,8 @@ def _key(node: fx.Node) -> Any:
             return tuple(frozen(part) for part in item)
         if isinstance(item, dict):
             return tuple(sorted((key, frozen(value)) for key, value in item.items()))
-        return (type(item), item)  # 1 and 1.0 and True are different arguments
+        sign = math.copysign(1.0, item) if isinstance(item, float) else None
+        return (type(item), item, sign)  # 1 and 1.0 and True are different arguments, and so are 0.0 and -0.0
 
     key = (node.target, frozen(node.args), frozen(node.kwargs))
     try:
@@ -156,7 +158,7 @@ def _same_shape(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def _copied(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """What is written over all of a value of the same shape and type."""
     over, value = node.args[:2]
-    is_same = is_tensor(value) and shape_of_node(value) == shape_of_node(over) and _dtype(value) == _dtype(over)  # type: ignore[arg-type]
+    is_same = is_tensor(value) and shape_of_node(value) == shape_of_node(over) and _is_alike(value, over)  # type: ignore[arg-type]
     return value if is_same else None  # type: ignore[return-value]
 
 
@@ -189,7 +191,7 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return writer.call(aten.clone.default, full[0])
     fills = [fill_of(item) for item in full]
     computed = [i for i, fill in enumerate(fills) if fill is None]
-    values = {fill for fill in fills if fill is not None}
+    values = {(fill, math.copysign(1.0, fill)) for fill in fills if fill is not None}
     floating = all(_dtype(item) == _dtype(node) and _dtype(item).is_floating_point for item in full)
     rank = len(shape_of_node(node))
     dim = bound_arguments(node)["dim"] % rank if rank else 0
@@ -201,11 +203,11 @@ def _cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     before, after = (sum(item.meta["val"].shape[dim] for item in side) for side in (full[:i], full[i + 1 :]))
     if not isinstance(before, int) or not isinstance(after, int):
         return None
-    return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop())
+    return writer.call(aten.constant_pad_nd.default, full[i], [0, 0] * (rank - 1 - dim) + [before, after], values.pop()[0])
 
 
 def _row_beside(pieces: list[fx.Node], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """One row before or behind all but one row of another value, as token shifts have it: each padded with zeros, added up."""
+    """One row before or behind all but one row of another value, as token shifts have it: each padded, and one of them chosen."""
     lengths = [shape_of_node(piece)[dim] for piece in pieces]
     if sorted(length == 1 for length in lengths) != [False, True] or not all(isinstance(length, int) for length in lengths):
         return None
@@ -215,7 +217,9 @@ def _row_beside(pieces: list[fx.Node], dim: int, node: fx.Node, writer: GraphWri
     shape, at = list(node.meta["val"].shape), 0 if i == 0 else lengths[0]
     rest = writer.call(aten.constant_pad_nd.default, pieces[1 - i], [*others, *((1, 0) if i == 0 else (0, 1))], 0.0)
     row = writer.call(aten.slice_backward.default, pieces[i], shape, dim, at, at + 1, 1)
-    return writer.call(aten.add.Tensor, rest, row)
+    numbers = writer.call(aten.arange.default, sum(lengths), device=_device(node))
+    wide = writer.call(aten.view.default, numbers, [-1] + [1] * (len(shape) - 1 - dim))
+    return writer.call(aten.where.self, writer.call(aten.eq.Scalar, wide, at), row, rest)
 
 
 def _is_shift(piece: fx.Node, dim: int) -> bool:
@@ -228,9 +232,12 @@ def _written_over_filler(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     value, dim = fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))
     length, written = (item.meta["val"].shape[dim] for item in node.args[:2])  # type: ignore[union-attr]
     start = arguments["start"] or 0
-    floating = _dtype(node).is_floating_point and _dtype(node.args[1]) == _dtype(node)  # type: ignore[arg-type]
+    floating = _dtype(node).is_floating_point and _is_alike(node.args[1], node)  # type: ignore[arg-type]
     after = length - written - start if isinstance(start, int) and start >= 0 else None
-    if value is None or not floating or arguments["step"] != 1 or not isinstance(after, int):
+    if value is None or not floating or arguments["step"] != 1 or not isinstance(after, int) or after < 0:
+        return None
+    others = [list(shape_of_node(item)) for item in node.args[:2]]  # type: ignore[arg-type]
+    if any(shape[:dim] + shape[dim + 1 :] != others[0][:dim] + others[0][dim + 1 :] for shape in others):
         return None
     pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
     return writer.call(aten.constant_pad_nd.default, node.args[1], pad, value)
@@ -263,25 +270,28 @@ def _mean_loss(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["reduction"] != MEAN:
         return None
     scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
+    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # a mean that is in range of a sum that may not be
+        scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
     total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     count = _label_count(labels, weight, ignored, writer)
     results = (writer.call(aten.div.Tensor, total, count), count)
     for user in (user for user in list(node.users) if user.users):
-        own = writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(scores))  # type: ignore[index]
+        own = writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user))  # type: ignore[index]
         user.replace_all_uses_with(own, propagate_meta=False)
     return None
 
 
 def _loss_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """The gradient of a mean is that of a sum, divided by the total weight that the call is given."""
     arguments = bound_arguments(node)
-    names = ("grad_output", "self", "target", "weight", "ignore_index")
-    gradient, scores, labels, weight, ignored = (arguments[name] for name in names)
+    names = ("grad_output", "self", "target", "weight", "ignore_index", "total_weight")
+    gradient, scores, labels, weight, ignored, total = (arguments[name] for name in names)
     if arguments["reduction"] != MEAN:
         return _without_total(node, arguments, writer)
-    count = _label_count(labels, weight, ignored, writer)
+    is_rounded = total.target is aten._to_copy.default and _dtype(node_argument(total)) == torch.float64
+    count = node_argument(total) if is_rounded else total
     scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
-    unused = writer.call(aten._to_copy.default, count, dtype=_dtype(scores))
-    return writer.call(node.target, scaled, scores, labels, weight, SUM, ignored, unused)
+    return writer.call(node.target, scaled, scores, labels, weight, SUM, ignored, total)
 
 
 def _without_total(node: fx.Node, arguments: Mapping[str, Any], writer: GraphWriter) -> fx.Node | None:
@@ -303,6 +313,11 @@ def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: 
     weights = writer.call(aten.index.Tensor, weight, [safe])
     none = writer.call(aten.full.default, [], 0.0, dtype=_dtype(weight), device=_device(labels))
     return writer.call(aten.sum.default, writer.call(aten.where.self, counted, weights, none), dtype=torch.float64)
+
+
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values are of one type, on one device."""
+    return _dtype(node) == _dtype(other) and _device(node) == _device(other)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -46,4 +46,8 @@ def split_backward(node: fx.Node, writer: GraphWriter) -> None:
 
 def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
     taps = shape_of_node(weight)
+    if not all(
+        item.meta["val"].is_floating_point() for item in (x, weight)
+    ):  # complex numbers have conjugates in their gradients
+        return False
     return is_of_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and window_of(arguments, taps[-1]) is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,13 +27,25 @@ def fill_of(node: Any) -> float | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.scalar_tensor.default:
-        return _number(node.args[0])
-    return None if node.target not in FILLERS else _number(bound_arguments(node).get("fill_value", FILLERS[node.target]))
+        return _number(node.args[0], node.meta["val"].dtype)
+    if node.target not in FILLERS:
+        return None
+    return _number(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta["val"].dtype)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+def _number(value: Any, dtype: torch.dtype) -> float | None:
+    """A number that fills values of a type; None for those that the type has to change (fractions keep some of their digits)."""
+    if not isinstance(value, (int, float)) or dtype.is_complex:
+        return None
+    if dtype == torch.bool:
+        return float(bool(value))
+    number = float(value)
+    if not dtype.is_floating_point and not (number == int(value) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
+        return None
+    return number if number == value or math.isnan(number) else None
 
 
 def is_zero(node: Any) -> bool:
-    return fill_of(node) == 0.0
+    """Whether a value is zero throughout, with the sign that adding it to a zero leaves or clears as eager does."""
+    fill = fill_of(node)
+    return fill == 0.0 and math.copysign(1.0, fill) > 0.0

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import int_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.sizes import Size
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
@@ -34,7 +35,8 @@ def undo_group_expansion(graph: fx.Graph) -> None:
         if own_key is None or own_value is None or shape_of_node(own_key)[1] != shape_of_node(own_value)[1]:
             continue
         backwards = backward_of.get((query, key, value), [])  # type: ignore[arg-type]
-        sums = [_sums_over_repeats(other) for other in backwards]
+        repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
+        sums = [_sums_over_repeats(other, *repeated) for other in backwards]
         if any(found is None for found in sums):
             continue
         node.args = (query, own_key, own_value, *node.args[3:])
@@ -46,9 +48,7 @@ def unexpanded(node: Any) -> fx.Node | None:
     """Heads [b g n d] behind heads [b g*r n d] that repeat each of them r times."""
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None
-    source: Any = node.args[0]
-    if source.target is aten.clone.default:
-        source = source.args[0]
+    source: Any = behind_views(node)
     if source.target is not aten.expand.default or source.args[0].target is not aten.unsqueeze.default:
         return None
     heads = source.args[0].args[0]
@@ -61,10 +61,17 @@ def unexpanded(node: Any) -> fx.Node | None:
     return heads
 
 
-def _sums_over_repeats(node: fx.Node) -> dict[int, list[fx.Node]] | None:
+def behind_views(node: fx.Node) -> fx.Node:
+    """What a view shows, behind the copy that it may need."""
+    source = node_argument(node)
+    return node_argument(source) if source.target is aten.clone.default else source
+
+
+def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
     """For results 1 and 2 (the gradients of keys and values): the nodes that hold their sums over the repeats.
 
-    None where a gradient is used in any other way.
+    `repeated` are the shapes [b g r n d] that keys and values had before their heads were joined. None where a gradient is used
+    in any other way.
     """
     found: dict[int, list[fx.Node]] = {1: [], 2: []}
     for part in node.users:
@@ -74,18 +81,21 @@ def _sums_over_repeats(node: fx.Node) -> dict[int, list[fx.Node]] | None:
         if position == 0:
             continue
         for user in part.users:
-            total = _sum_after_view(user)
+            total = _sum_after_view(user, repeated[position - 1])
             if total is None:
                 return None
             found[position].append(total)
     return found
 
 
-def _sum_after_view(node: fx.Node) -> fx.Node | None:
-    if node.target not in VIEWS or len(shape_of_node(node)) != 5 or len(node.users) != 1:
+def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
+    """The sum of a gradient over the repeats of each head, where a view takes it apart as the heads were put together."""
+    if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
         return None
     (total,) = node.users
-    if total.target is not aten.sum.dim_IntList or list(total.args[1]) not in ([2], [-3]):  # type: ignore[arg-type]
+    if total.target is not aten.sum.dim_IntList or list(bound_arguments(total)["dim"] or ()) not in ([2], [-3]):
+        return None
+    if total.meta["val"].dtype != node.meta["val"].dtype:
         return None
     if len(shape_of_node(total)) == 4:
         return total

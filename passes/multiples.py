@@ -22,7 +22,7 @@ from torch import fx
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, Facts, Form
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.signature import Letter, LetterShape
 from streamfx.ir.stage import Stage
 from streamfx.passes.linearity import all_carry, is_linear
 from streamfx.passes.scaling import Selection, aligned
@@ -201,7 +201,7 @@ class _Keeping:
         (letter,) = letters
         operands = zip(tensor_operands(node), signature.operands, strict=True)
         shapes = [shape for operand, shape in operands if operand in self.driven]
-        return not _is_special(letter, signature) and all(
+        return not signature.is_special(letter) and all(
             _count(letter, shape) == 1 for shape in (*shapes, signature.results[result])
         )
 
@@ -230,15 +230,6 @@ class _Keeping:
             return False
         self.selections[node] = selection
         return True
-
-
-def _is_special(letter: Letter, signature: Signature) -> bool:
-    """Whether an operator does anything with a letter beside running along it."""
-    moved = {letter for item in signature.shifts.items() for letter in (item[0], item[1][0])}
-    cut = {letter for item in signature.blocks.items() for letter in item}
-    return letter in (
-        signature.whole | signature.keys | moved | cut | set(signature.scans) | set(signature.single) | set(signature.reach)
-    )
 
 
 def _count(letter: Letter, shape: LetterShape) -> int:

@@ -3,7 +3,8 @@
     x[arange(b), last]        ->    where(arange(t) == last[:, None], x, 0).sum(1)      heads on the last token, by its number
     index_put(zeros, ...)     ->    where(arange(t) == last[:, None], gradient[:, None], 0)
 
-A look-up by number needs all rows at once; this sum takes what a chunk of them has. Numbers that are out of range give NaN.
+A look-up by number needs all rows at once; this sum takes what a chunk of them has. It makes 0 of -0, so that the sign is looked
+up, too. Numbers that are out of range give NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     numbers, is_there = _wrapped(numbers, source, writer)
     hit = _hit(numbers, source, writer)
-    kept = writer.call(aten.where.self, hit, source, _number(0.0, source, writer))
-    taken = writer.call(aten.sum.dim_IntList, kept, [1])
+    signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
+    taken, sign = (_sum_of_hits(hit, values, writer) for values in (source, signs))
+    taken = writer.call(aten.copysign.Tensor, taken, sign)
     wide = _unsqueezed(is_there, 1, len(shape_of_node(taken)), writer)
     return writer.call(aten.where.self, wide, taken, _number(float("nan"), source, writer))
+
+
+def _sum_of_hits(hit: fx.Node, values: fx.Node, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [1])
 
 
 def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -41,9 +47,13 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     target, values, numbers = arguments["self"], arguments["values"], _numbers(arguments)
     if numbers is None or not is_zero(target) or shape_of_node(values) != shape_of_node(node)[:1] + shape_of_node(node)[2:]:
         return None
-    numbers, _ = _wrapped(numbers, target, writer)
+    numbers, is_there = _wrapped(numbers, target, writer)
     hit = _hit(numbers, target, writer)
-    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), _number(0.0, target, writer))
+    if arguments["accumulate"]:  # zero plus -0 is zero
+        values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer))
+    nothing = writer.call(aten.where.self, is_there, *(_number(value, target, writer) for value in (0.0, float("nan"))))
+    around = _unsqueezed(nothing, 1, len(shape_of_node(target)), writer)
+    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), around)
 
 
 def _numbers(arguments: dict[str, Any]) -> fx.Node | None:

@@ -184,8 +184,7 @@ def _letter_of_rows(signature: Signature, marks: list[Reordered | None]) -> Lett
     if len(letters) != 1 or signature.combine not in ("sum", "mean"):
         return None
     (letter,) = letters
-    moved = {item for pair in signature.shifts.items() for item in (pair[0], pair[1][0])}
-    if letter in signature.whole | signature.keys | signature.reach.keys() | moved:
+    if signature.is_special(letter):
         return None
     for shape, mark in zip(signature.operands, marks, strict=True):
         places = [position for position, dim in enumerate(shape) if letter in dim]
@@ -239,7 +238,7 @@ def _write(orders: Orders, node: fx.Node) -> None:
     if index is None:
         return
     base, rows = arguments["self"], arguments["values"]
-    if shape_of_node(rows) != shape_of_node(base):
+    if shape_of_node(rows) != shape_of_node(base) or shape_of_node(index) != shape_of_node(base)[:1]:
         return
     if (order := orders.order_of(index)) is not None and not arguments["accumulate"]:
         _written(orders, node, order, rows)
@@ -260,7 +259,7 @@ def _scatter(orders: Orders, node: fx.Node) -> None:
     """The same on vectors: `scatter(base, 0, order, rows)`, or `index_copy`."""
     arguments = bound_arguments(node)
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
-    is_vector = len(shape_of_node(index)) == 1 and arguments["dim"] == 0
+    is_vector = shape_of_node(index) == shape_of_node(node) and len(shape_of_node(index)) == 1
     order = orders.order_of(index)
     if (
         is_vector

@@ -25,7 +25,7 @@ def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if scanned.target not in FORWARD:
         return None
     flipped, rank = scanned.args[0], len(shape_of_node(node))
-    if not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
+    if not rank or not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
         return None
     dim = bound_arguments(scanned)["dim"] % rank
     turned = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 def rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """For masks that take all of a row or nothing, over fixed sizes."""
+    """For masks that take all of a row or nothing, over fixed sizes; the source has a row to look up where none is asked for."""
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
     rows = _mask_of_rows(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
     fits = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
-    if rows is None or not fits or not _is_fixed(node, source) or not shape_of_node(source)[0]:
+    if rows is None or not fits or not _is_fixed(node, source) or not _has_rows(source):
         return None
     numbers = _numbers(rows, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
@@ -35,7 +35,8 @@ def rows_added_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     rows, own = _mask_of_rows(mask), node.meta["val"]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
-    if rows is None or shape_of_node(mask) != shape_of_node(gradient) or not _is_fixed(node, gradient) or own.shape[-1] != width:
+    fits = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
+    if rows is None or not fits or not _is_fixed(node, gradient) or not _has_rows(node):
         return None
     keywords = {"dtype": own.dtype, "device": own.device}
     nothing = writer.call(aten.full.default, [], 0.0, **keywords)
@@ -46,9 +47,12 @@ def rows_added_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
-    """The mask [... 1] of which this one is the repetition along the last dimension."""
-    while mask.target in (aten.clone.default, aten._to_copy.default) and mask.meta["val"].dtype == torch.bool:
-        mask = node_argument(mask)
+    """What this mask is the repetition of along the last dimension: [... 1], of any type, true where it is not zero."""
+    if mask.meta["val"].dtype != torch.bool:
+        return None
+    mask = _behind_clones(mask)
+    if mask.target is aten._to_copy.default:  # the one that makes it true or false: another one before it may make 0.5 a 0
+        mask = _behind_clones(node_argument(mask))
     if mask.target is not aten.expand.default:
         return None
     source = node_argument(mask)
@@ -56,12 +60,24 @@ def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
     return source if len(before) == len(after) and before[-1] == 1 and before[:-1] == after[:-1] else None
 
 
+def _behind_clones(node: fx.Node) -> fx.Node:
+    while node.target is aten.clone.default:
+        node = node_argument(node)
+    return node
+
+
 def _numbers(rows: fx.Node, writer: GraphWriter) -> fx.Node:
     """The number of each masked row among all of them; 0 for those before the first."""
     shape = list(shape_of_node(rows))[:-1]
+    if rows.meta["val"].dtype != torch.bool:
+        rows = writer.call(aten._to_copy.default, rows, dtype=torch.bool)
     flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, rows, [-1]), dtype=torch.int64)
     numbers = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
     return writer.call(aten.reshape.default, numbers, shape)
+
+
+def _has_rows(node: fx.Node) -> bool:
+    return 0 not in shape_of_node(node)
 
 
 def _is_fixed(*nodes: fx.Node) -> bool:

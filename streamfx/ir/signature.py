@@ -50,6 +50,12 @@ class Signature:
     def letters(self) -> set[Letter]:
         return {letter for shape in (*self.operands, *self.results) for dim in shape for letter in dim}
 
+    def is_special(self, letter: Letter) -> bool:
+        """Whether the operator does anything with a letter beside running along it."""
+        moved = {letter for item in self.shifts.items() for letter in (item[0], item[1][0])}
+        cut = {letter for item in self.blocks.items() for letter in item}
+        return letter in self.whole | self.keys | moved | cut | set(self.scans) | set(self.single) | set(self.reach)
+
     def contracted(self, result: int = 0) -> set[Letter]:
         """Letters of the operands that result number `result` does not have."""
         kept = {letter for dim in self.results[result] for letter in dim}
