@@ -118,9 +118,8 @@ def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
     """Whether a value says where scores are the largest of their row: somewhere, as long as they are numbers."""
     if node.target is not aten.eq.Tensor:
         return False
-    return any(
-        one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in (node.args, node.args[::-1])
-    )
+    pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])
+    return any(one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in pairs)
 
 
 IDENTITIES = {

@@ -143,7 +143,7 @@ def check(call: Call, choice: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("target", sorted(LINEAR, key=str), ids=str)
 def test_linear(target: Any) -> None:
     """No argument, given in any way, makes a claim untrue; and each row of the table claims something."""
-    held: set[tuple[str, ...]] = set()
+    held: set[str] = set()
     for sizes in SIZES:
         for call in (variant for base in base_calls(target, sizes) for variant in variants(base)):
             for choice in claims(call):

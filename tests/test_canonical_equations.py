@@ -1,0 +1,196 @@
+"""Equations of softmax, losses, convolutions, orders and sums, before and after: theorems as in `test_canonical`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from streamfx.passes.along_sequence import _root_of_sum, _sum_of_paddings
+from streamfx.passes.building import GraphWriter
+from tests.support.canonical import INF, NAN, Case, Function, check, plain, same, scores, special
+
+aten = torch.ops.aten
+
+
+def shifted(how: Function, **more: Any) -> Function:
+    return lambda x: torch.softmax(torch.sub(x, how(x), **more), -1)
+
+
+S = scores(2, 7, 5)
+SOFTMAX = {
+    "less the largest": Case(shifted(lambda x: x.amax(-1, keepdim=True)), (S,), bits=False),
+    "less the largest, by max": Case(shifted(lambda x: x.max(-1, keepdim=True).values), (S,), bits=False),
+    "of half numbers": Case(shifted(lambda x: x.amax(-1, keepdim=True)), (S.to(torch.float16),), bits=False),
+    "less twice the largest": Case(shifted(lambda x: x.amax(-1, keepdim=True), alpha=2), (S,), changes=False),
+    "less the largest of others": Case(shifted(lambda x: x.amax(-2, keepdim=True)), (S,), changes=False),
+    "less the largest of all": Case(shifted(lambda x: x.amax(keepdim=True)), (S,), changes=False),
+    "less another's largest": Case(shifted(lambda x: (2 * x).amax(-1, keepdim=True)), (S,), changes=False),
+    "less the least": Case(shifted(lambda x: x.amin(-1, keepdim=True)), (S,), changes=False),
+    "of one number": Case(lambda x: torch.softmax(x - x.amax(), 0), (plain(),), changes=False),
+}
+
+
+def back(how: Function, probabilities: Function = lambda x: torch.softmax(x, -1), dim: int = -1) -> Function:
+    """A gradient of scores and what the largest score adds to it."""
+
+    def function(x: Tensor, gradient: Tensor) -> Tensor:
+        return how(aten._softmax_backward_data(gradient, probabilities(x), dim, x.dtype), x)
+
+    return function
+
+
+def at_largest(d: Tensor, x: Tensor) -> Tensor:
+    return d + torch.zeros_like(d).scatter(-1, x.max(-1, keepdim=True).indices, (-d).sum(-1, keepdim=True))
+
+
+def among_largest(d: Tensor, x: Tensor) -> Tensor:
+    largest = x.amax(-1, keepdim=True) == x
+    return (-d).sum(-1, keepdim=True) / largest.sum(-1, keepdim=True) * largest + d
+
+
+G = (S[:, 4:], plain(2, 3, 5))  # rows of numbers; in others both sides are none
+GRADIENTS = {
+    "at the largest": Case(back(at_largest), G, bits=False),
+    "among the largest": Case(back(among_largest), G, bits=False),
+    "of no softmax": Case(back(at_largest, lambda x: x.sigmoid()), G, changes=False, bits=False),
+    "among the largest of no softmax": Case(back(among_largest, lambda x: x.sigmoid()), G, changes=False, bits=False),
+    "of another dimension": Case(back(at_largest, lambda x: torch.softmax(x, -2)), G, changes=False, bits=False),
+    "along another dimension": Case(back(at_largest, dim=1), G, changes=False, bits=False),
+    "twice": Case(
+        back(lambda d, x: torch.add(torch.zeros_like(d).scatter(-1, x.argmax(-1, True), d.sum(-1, True)), d, alpha=2)),
+        G,
+        changes=False,
+        bits=False,
+    ),
+    "into ones": Case(
+        back(lambda d, x: d + torch.ones_like(d).scatter(-1, x.argmax(-1, True), d.sum(-1, True))), G, changes=False, bits=False
+    ),
+    "among those above zero": Case(
+        back(lambda d, x: d + d.sum(-1, keepdim=True) / (x > 0).sum(-1, keepdim=True) * (x > 0)), G, changes=False, bits=False
+    ),
+    "of two dimensions": Case(
+        back(lambda d, x: d + torch.zeros_like(d).scatter(-1, x.argmax(-1, True)[:1, :1], d.sum((0, 1), True)[..., :1])),
+        G,
+        changes=False,
+        bits=False,
+    ),
+    "a sum alone": Case(back(lambda d, x: d.sum(-1, keepdim=True)), G, changes=False, bits=False),
+}
+
+
+def with_column(first: bool, sink: float) -> Function:
+    def function(x: Tensor, gradient: Tensor) -> list[Tensor]:
+        column = x.new_full((2, 7, 1), sink) * x.new_ones(2, 7, 1)
+        both = torch.softmax(torch.cat([column, x] if first else [x, column], -1), -1)
+        low, high = (1, 6) if first else (0, 5)
+        part = both[..., low:high]
+        d = aten._softmax_backward_data(aten.slice_backward(gradient, [2, 7, 6], 2, low, high, 1), both, -1, x.dtype)
+        return [part, d[..., low:high], d[..., :1] if first else d[..., 5:]]
+
+    return function
+
+
+COLUMNS = {
+    f"sink {sink} {first}": Case(with_column(first, sink), (S, plain(2, 7, 5)), bits=False)
+    for first in (True, False)
+    for sink in (0.3, -40.0, 300.0, -INF, INF, NAN)
+}
+
+
+def losses(weighted: bool, total: float | None, ignored: int) -> Function:
+    def function(x: Tensor, labels: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
+        given = weight if weighted else None
+        loss, count = aten.nll_loss_forward(x, labels, given, 1, ignored)
+        count = count if total is None else x.new_full((), total) * tangent.sign()
+        return [loss, count, aten.nll_loss_backward(tangent, x, labels, given, 1, ignored, count)]
+
+    return function
+
+
+LABELS = torch.tensor([1, 0, -100, 4, 1])
+LOSSES = {
+    f"mean {weighted} {total} {ignored}": Case(
+        losses(weighted, total, ignored),
+        (plain(5, 6), LABELS if ignored == -100 else LABELS.abs() % 5, plain(6).abs(), plain()),
+        bits=False,
+    )
+    for weighted in (False, True)
+    for total, ignored in ((None, -100), (7.0, -100), (0.0, -100), (None, 1))
+}
+LOSSES["no label counts"] = Case(losses(False, None, -100), (plain(5, 6), LABELS * 0 - 100, plain(6), plain()), bits=False)
+
+
+def convolved(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], changes: bool, *arguments: Any) -> Case:
+    def function(dy: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+        return list(aten.convolution_backward(dy, x, w, [w.shape[0]], *arguments, [True, True, not arguments[3]]))[
+            : 2 + (not arguments[3])
+        ]
+
+    return Case(function, (plain(*y), plain(*x), plain(*weight)), changes, bits=False)
+
+
+CONVOLUTIONS = {
+    "causal": convolved((2, 3, 8), (4, 3, 3), (2, 4, 10), True, [1], [2], [1], False, [0], 1),
+    "dilated groups": convolved((2, 4, 8), (4, 2, 3), (2, 4, 4), True, [1], [0], [2], False, [0], 2),
+    "transposed": convolved((2, 3, 8), (3, 4, 3), (2, 4, 10), True, [1], [0], [1], True, [0], 1),
+    "in steps": convolved((2, 3, 8), (4, 3, 3), (2, 4, 3), False, [2], [0], [1], False, [0], 1),
+    "one tap": convolved((2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 4, 5), True, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    "one tap, padded": convolved((2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 6, 5), False, [1, 1], [1, 0], [1, 1], False, [0, 0], 1),
+}
+
+
+def put_back(how: Function) -> Function:
+    def function(x: Tensor, keys: Tensor) -> Tensor:
+        order = keys.argsort()
+        return how(x[order] * 2, order, x)
+
+    return function
+
+
+P = (special(5, 2), torch.tensor([3, 1, 3, 0, 2]))
+ORDERS = {
+    "by the inverse": Case(put_back(lambda rows, order, x: rows[order.argsort()]), P),
+    "written": Case(put_back(lambda rows, order, x: torch.zeros_like(x).index_put([order], rows)), P),
+    "written to more rows": Case(
+        put_back(lambda rows, order, x: torch.zeros(7, 2, dtype=x.dtype).index_put([order], rows)), P, changes=False
+    ),
+    "one row for all": Case(
+        lambda x, keys: torch.zeros_like(x).index_put([keys.argsort()[:1]], x[keys.argsort()][:1]), P, changes=False
+    ),
+    "added": Case(put_back(lambda rows, order, x: torch.ones_like(x).index_put([order], rows, True)), P, changes=False),
+    "by the order": Case(put_back(lambda rows, order, x: rows[order]), P, changes=False),
+    "summed": Case(put_back(lambda rows, order, x: rows.sum(0)), (plain(5, 2), P[1]), bits=False),
+    "largest": Case(put_back(lambda rows, order, x: rows.cumsum(0).sum(0)), P, changes=False),
+    "partly scattered": Case(
+        lambda x, keys: torch.zeros(7, dtype=x.dtype).scatter(0, keys.argsort(), x[:, 0].repeat(2)[:7][:7]), P, changes=False
+    ),
+}
+CASES = SOFTMAX | GRADIENTS | COLUMNS | LOSSES | CONVOLUTIONS | ORDERS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("x", [special(2, 3), plain(2, 3), plain(0, 3), special(2, 3, dtype=torch.float32)], ids=str)
+def test_along_sequence(x: Tensor) -> None:
+    """Joins and norms along the sequence are sums: a join keeps zeros' signs."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [torch.cat([x, x[:1], x]), torch.linalg.vector_norm(x, 2, 0), torch.linalg.vector_norm(x)]
+
+    before = make_fx(function, tracing_mode="fake")(x)
+    graph = copy.deepcopy(before.graph)
+    writer = GraphWriter(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        node.replace_all_uses_with(_sum_of_paddings(node, writer.before(node)), propagate_meta=False)
+    for node in graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default):
+        node.replace_all_uses_with(_root_of_sum(node, writer.before(node)), propagate_meta=False)
+    for actual, wanted, bits in zip(fx.GraphModule(before, graph)(x), before(x), (True, False, False), strict=True):
+        same(actual, wanted, bits)
