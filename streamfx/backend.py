@@ -17,6 +17,7 @@ from streamfx.inductor import blame, uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.pieces import Pieces
+from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
@@ -27,6 +28,7 @@ from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.outputs import WithDeferred
+from streamfx.runtime.rebuild import Cut
 from streamfx.torch_dynamo import raised_as_itself
 from streamfx.torch_private import (
     aot_autograd,
@@ -51,6 +53,9 @@ NOT_DEFERRED = (
     "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
+
+BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
+PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
 
 NOT_COMPILED = (
     "a graph that fits into the memory budget as it stands is run without a compiler: %s. "
@@ -247,20 +252,55 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Uses:
-    """Compiles what is asked for of deferred outputs (`runtime/in_chunks.py`), with the options that these were made with."""
+    """Compiles what is asked for of deferred outputs (`runtime/in_chunks.py`), with the options that these were made with.
+
+    But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not.
+    """
 
     options: Options
 
-    def __call__(self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int) -> Callable[..., Any] | None:
-        """The graph as loops; None where it makes something of half of `most` elements that is no result."""
-        options = replace(self.options, outputs="dense", strict=False, memory_budget=None)
+    def __call__(
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: Cut
+    ) -> Callable[..., Any] | None:
+        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
+        options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
+        options = replace(options, chunk_size=cut.rows, loss_chunk_size=cut.rows)
         compilation = Compilation(graph, options, parameters=weights)
         run = compilation.compile(inputs)
-        program = compilation.facts[-1].program if compilation.facts else None
-        if program is None or any(2 * _numel(node) >= most for node in _between(program.forward.graph)):
+        facts = compilation.facts[-1] if compilation.facts else None
+        if (
+            facts is None
+            or facts.program is None
+            or any(2 * _numel(node) >= most for node in _between(facts.program.forward.graph))
+        ):
             log.info("a use of deferred outputs does not stream, and makes them whole")
             return None
+        if not _is_cut(facts, cut):
+            log.info("a use of deferred outputs streams in other chunks than their other uses, and makes them whole")
+            return None
         return run
+
+    def rows_per_chunk(self, numel: int, length: int) -> int:
+        """The size asked for; if that is left open, a power of two, which many lengths share."""
+        for asked in (self.options.loss_chunk_size, self.options.chunk_size):
+            if isinstance(asked, int):
+                return asked
+        row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
+        most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
+        return 1 << (most.bit_length() - 1)
+
+
+def _is_cut(facts: Facts, cut: Cut) -> bool:
+    """Whether all loops run over chunks of so many rows of the axis that was asked for."""
+    axes, inputs = facts.axes, facts.joint.graph.find_nodes(op="placeholder")
+    if axes is None or axes.sequence is None or not facts.program.loops:
+        return False
+    for position, dim in cut.along:
+        atoms = axes.table.resolve(axes.shapes[inputs[position]][dim])
+        if atoms != axes.table.resolve((axes.sequence.main,)):
+            return False
+    specs = [loop.spec for loop in facts.program.loops]
+    return all(spec.chunk_size == cut.rows and spec.length == axes.sequence.length for spec in specs)
 
 
 def _between(graph: fx.Graph) -> list[fx.Node]:

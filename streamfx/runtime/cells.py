@@ -235,7 +235,7 @@ class Cell:
                 return False
             cell = base
         source = cell.source
-        if source is None or not rows.ranges or not all(source.has_rows(dim) for dim in rows.ranges):
+        if source is None or not rows.ranges or not rows.numel() or not all(source.has_rows(dim) for dim in rows.ranges):
             return False
         return 2 * (self._copied + rows.numel()) <= prod(rows.shape)
 

@@ -24,10 +24,11 @@ from torch.utils import _pytree as pytree
 from streamfx.errors import StreamFXError
 from streamfx.ir.structure import structure
 from streamfx.log import log
+from streamfx.runtime import steps
 from streamfx.runtime.cells import Cell, Step
 from streamfx.runtime.forms import Family, Form, Numbers, any_size, fitting, graph_for, layout_of, shapes_for, wider
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
-from streamfx.runtime.rebuild import Modes, Source, UseCompiler
+from streamfx.runtime.rebuild import Cut, Modes, Source
 from streamfx.runtime.steps import compacted
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, compiling, no_modes, with_sizes
 
@@ -38,37 +39,68 @@ MOST_FORMS = 6  # of one graph, for sizes that do not belong together
 
 def made_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
     """The values of cells, without the large ones that they are made of; None where that does not stream."""
-    writer = _Writer(with_gradients_of=None)
-    return _run(writer, [writer.node(cell) for cell in cells])
+    writer = _Writer()
+    results = [writer.node(cell) for cell in cells]
+    return _run(writer, results) if writer.may_cut() else None
 
 
 def gradients_in_chunks(source: Source, gradient: Cell) -> Sequence[Tensor | None] | None:
     """The gradients of what a source is made from, one for each given value, from that of its output."""
-    writer = _Writer(with_gradients_of=source)
+    writer = _Writer()
     driving = writer.node(gradient)
     output, leaves = writer.recorded(source)
     positions = [position for position, leaf in enumerate(leaves) if leaf is not None]
     found = writer.call(torch.autograd.grad, (output,), [leaves[p] for p in positions], (driving,), allow_unused=True)
-    made = _run(writer, [writer.call(operator.getitem, found, number) for number in range(len(positions))])
+    results = [writer.call(operator.getitem, found, number) for number in range(len(positions))]
+    made = _run(writer, results) if writer.may_cut() else None
     if made is None:
         return None
     by_position = dict(zip(positions, made, strict=True))
     return [by_position.get(position) for position in range(len(leaves))]
 
 
+class RowsInChunks:
+    """Makes rows of a source in the chunks that all passes over it have: by the same operators, on as many rows at a time."""
+
+    def can_cut(self, source: Source) -> bool:
+        """Whether the source is large, and streams in chunks of its own."""
+        if source.numel < steps.LEAST or source.recipe.rows is None or source.agreement.compiler is None:
+            return False
+        writer = _Writer()
+        return _form(writer, [writer.whole(source)]) is not None
+
+    def rows(self, source: Source, start: int, stop: int) -> Tensor:
+        """Rows along the longest dimension of rows. The chunks that they are in are made."""
+        step, (dim, _) = rows_of(source), source.longest
+        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence
+        last = min(source.length, -(-stop // step) * step)
+        for bounds in ((first, last), (0, source.length)):
+            writer = _Writer()
+            made = _run(writer, [writer.whole(source, *bounds)])
+            if made is not None:
+                part: Tensor = made[0].narrow(dim, start - bounds[0], stop - start)
+                return part
+        raise AssertionError("what streams once streams again")
+
+
+def rows_of(source: Source) -> int:
+    """Rows of a chunk, in every pass over the source."""
+    compiler = source.agreement.compiler
+    return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
+
+
 class _Writer:
     """Writes cells down as a graph of their sources' inputs, of small tensors and of sizes."""
 
-    def __init__(self, with_gradients_of: Source | None) -> None:
+    def __init__(self) -> None:
         self.graph = fx.Graph()
         self.inputs: list[Any] = []
         self.shared: set[int] = set()  # positions of inputs that no row is of: weights
-        self.compiler: UseCompiler | None = None
         self.widest = 0
-        self._driven = with_gradients_of
         self._cells: dict[Cell, fx.Node] = {}
         self._steps: dict[Step, fx.Node] = {}
-        self._sources: dict[Source, tuple[fx.Node, list[fx.Node | None]]] = {}
+        self.sources: dict[Source, tuple[fx.Node, list[fx.Node | None]]] = {}
+        self.along: list[tuple[int, int]] = []  # positions of inputs that rows are made of, and which dimension has the rows
         self._last: fx.Node | None = None
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -111,7 +143,7 @@ class _Writer:
             return self.tensor(value)
         self.widest = max(self.widest, cell.numel)
         if cell.source is not None:
-            return self.call(aten.detach.default, self.recorded(cell.source)[0])
+            return self.whole(cell.source)
         assert step is not None
         if step not in self._steps:
             self._steps[step] = self._called(step)
@@ -139,19 +171,36 @@ class _Writer:
         }
         return self.call(COPIES_WHERE_NEEDED.get(step.func, step.func), *args, **kwargs)
 
-    def recorded(self, source: Source) -> tuple[fx.Node, list[fx.Node | None]]:
-        """The output of a source's recipe, and the leaves that gradients are asked for, one for each given value."""
-        if source not in self._sources:
-            self.compiler = self.compiler or source.compiler
-            self._sources[source] = self._recipe(source)
-        return self._sources[source]
+    def whole(self, source: Source, start: int = 0, stop: int | None = None) -> fx.Node:
+        """The output of a source's recipe, or some of its rows."""
+        self.widest = max(self.widest, source.numel)
+        return self.call(aten.detach.default, self.recorded(source, start, stop)[0])
 
-    def _recipe(self, source: Source) -> tuple[fx.Node, list[fx.Node | None]]:
-        rows = source.recipe.rows
-        nodes = [self.given(value, rows is not None and i != rows.given) for i, value in enumerate(source.current())]
+    def recorded(self, source: Source, start: int = 0, stop: int | None = None) -> tuple[fx.Node, list[fx.Node | None]]:
+        """The output of a source's recipe, and the leaves that gradients are asked for, one for each given value.
+
+        It is recorded whether a gradient is taken or not, so that it is made by the same operators in both.
+        """
+        if source not in self.sources:
+            self.sources[source] = self._recipe(source, start, stop)
+        return self.sources[source]
+
+    def may_cut(self) -> bool:
+        """Whether all sources may be made in chunks, and have equally long ones."""
+        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_of, self.sources)}) == 1
+
+    def _recipe(self, source: Source, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
+        rows, place, values = source.recipe.rows, source.longest[1], source.current()
+        nodes = []
+        for i, value in enumerate(values):
+            has_rows = rows is not None and i == rows.given
+            if has_rows:
+                self.along.append((len(self.inputs), place))
+                value = value[(slice(None),) * place + (slice(start, stop),)].contiguous()  # operators ask for the layout
+            nodes.append(self.given(value, rows is not None and not has_rows))
         leaves: list[fx.Node | None] = [None] * len(nodes)
-        is_driven = source is self._driven
-        if is_driven:
+        recorded = source.differentiable
+        if recorded:
             self.call(SET_GRAD, True)
             for i in source.leaves():
                 detached = self.call(aten.detach.default, nodes[i])
@@ -160,17 +209,17 @@ class _Writer:
         env = dict(zip(program.graph.find_nodes(op="placeholder"), nodes, strict=True))
         for node in program.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                env[node] = self._under_modes(source, node, env, is_driven)
-        if is_driven:
+                env[node] = self._under_modes(source, node, env, recorded)
+        if recorded:
             self.call(SET_GRAD, False)
         return env[program.graph.output_node().args[0]], leaves  # type: ignore[index]
 
-    def _under_modes(self, source: Source, node: fx.Node, env: dict[fx.Node, fx.Node], is_driven: bool) -> fx.Node:
+    def _under_modes(self, source: Source, node: fx.Node, env: dict[fx.Node, fx.Node], recorded: bool) -> fx.Node:
         """A function of a recipe, under the modes of its call."""
         context = source.recipe.program.contexts.get(node)
         autocasts = [(name, dtype, True, False) for name, dtype, enabled in source.modes.autocasts if enabled]
         entered = [self.call(ENTER_AUTOCAST, *arguments) for arguments in (*autocasts, *(context.autocasts if context else ()))]
-        switched = is_driven and context is not None and context.grad is False
+        switched = recorded and context is not None and context.grad is False
         if switched:
             self.call(SET_GRAD, False)
         copy = self.graph.node_copy(node, env.__getitem__)
@@ -194,42 +243,56 @@ _forms: dict[Hashable, list[Form]] = {}
 
 
 def _run(writer: _Writer, results: Sequence[fx.Node]) -> Sequence[Any] | None:
-    if writer.compiler is None:
+    """The results, made in chunks: from then on all that the call gave is made in these."""
+    form = _form(writer, results)
+    if form is None or not all(source.agreement.settled(in_chunks=True) for source in writer.sources):
         return None
+    with _plain_modes(writer):
+        made: Sequence[Any] = form.call(layout_of(writer.inputs)[1], writer.inputs)
+        return made
+
+
+def _form(writer: _Writer, results: Sequence[fx.Node]) -> Form | None:
+    """The code for a graph and its sizes; None where it does not stream, or where there is too much code by now."""
+    first = next(iter(writer.sources))
+    assert first.agreement.compiler is not None
     writer.graph.output(tuple(results))
+    cut = Cut(rows_of(first), tuple(writer.along))
     kinds, numbers = layout_of(writer.inputs)
-    key = (structure(writer.graph), kinds, tuple(sorted(writer.shared)), writer.compiler)
+    key = (structure(writer.graph), kinds, tuple(sorted(writer.shared)), first.agreement.compiler, cut)
     if key not in _forms and len(_forms) == MOST_GRAPHS:
         return None
     forms = _forms.setdefault(key, [])
-    with _plain_modes():
-        form = fitting(forms, numbers)
-        if form is None and len(forms) < MOST_FORMS:
-            with compiling():
-                form = fitting(forms, numbers) or _compiled(writer, wider(forms, numbers), numbers)
-                forms += [form] if form not in forms else []
-        return None if form is None else form.call(numbers, writer.inputs)
+    form = fitting(forms, numbers)
+    if form is None and len(forms) < MOST_FORMS:
+        with compiling(), _plain_modes(writer):
+            form = fitting(forms, numbers) or _compiled(writer, wider(forms, numbers), numbers, cut)
+            forms += [form] if form not in forms else []
+    return None if form is None or form.run is _nothing else form
 
 
 @contextmanager
-def _plain_modes() -> Iterator[None]:
+def _plain_modes(writer: _Writer) -> Iterator[None]:
     """No gradients, no autocast: the graph says itself what it wants of these."""
     device_types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocasts = tuple((name, torch.get_autocast_dtype(name), False) for name in device_types)
-    with Modes(grad=False, inference=torch.is_inference_mode_enabled(), autocasts=autocasts).restored():
+    rounding = next(iter(writer.sources)).modes.rounding
+    with Modes(grad=False, inference=torch.is_inference_mode_enabled(), autocasts=autocasts, rounding=rounding).restored():
         yield
 
 
-def _compiled(writer: _Writer, family: Family, numbers: Numbers) -> Form:
+def _compiled(writer: _Writer, family: Family, numbers: Numbers, cut: Cut) -> Form:
     """The graph as loops, for sizes of a family; a form that gives nothing where that does not keep large values away."""
-    inputs, compiler = writer.inputs, writer.compiler
+    inputs, compiler = writer.inputs, next(iter(writer.sources)).agreement.compiler
     graph = graph_for(fx.GraphModule(torch.nn.Module(), writer.graph), family, inputs)
     tensors = [position for position, value in enumerate(inputs) if isinstance(value, Tensor)]
-    shared = [place + (family.at is not None) for place, position in enumerate(tensors) if position in writer.shared]
+    place = {position: i + (family.at is not None) for i, position in enumerate(tensors)}
+    shared = [place[position] for position in tensors if position in writer.shared]
+    placed = Cut(cut.rows, tuple((place[position], dim) for position, dim in cut.along))
 
     def compile(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
         assert compiler is not None
-        return compiler(graph, values, shared, writer.widest) or _nothing
+        return compiler(graph, values, shared, writer.widest, placed) or _nothing
 
     try:
         with no_modes():

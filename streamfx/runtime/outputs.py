@@ -13,7 +13,8 @@ from torch import Tensor
 from streamfx.ir.recipe import Given, GivenInput, GivenOutput, Kept, Made, OutputPlan, Program, Recipe
 from streamfx.ir.sizes import Size
 from streamfx.runtime.deferred import deferred
-from streamfx.runtime.rebuild import Source, UseCompiler, run_program
+from streamfx.runtime.in_chunks import RowsInChunks
+from streamfx.runtime.rebuild import Agreement, Source, UseCompiler, run_program
 from streamfx.runtime.sizes import compiled_size
 
 
@@ -28,7 +29,8 @@ class WithDeferred:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         made = self.compiled(*arguments)
         sizes = self.plan.sizes.values(arguments)
-        tensors = [self._deferred(recipe, arguments, made, sizes) for recipe in self.plan.recipes]
+        agreement = Agreement(self.compiler, RowsInChunks())
+        tensors = [self._deferred(recipe, arguments, made, sizes, agreement) for recipe in self.plan.recipes]
 
         def result(item: Kept | Made) -> Any:
             return made[item.position] if isinstance(item, Kept) else _view(tensors[item.recipe], item.view, sizes)
@@ -36,11 +38,13 @@ class WithDeferred:
         results = [result(item) for item in self.plan.results]
         return tuple(None if place is None else results[place] for place in self.plan.order)
 
-    def _deferred(self, recipe: Recipe, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int]) -> Tensor:
+    def _deferred(
+        self, recipe: Recipe, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
+    ) -> Tensor:
         values = [_value(given, arguments, made, sizes) for given in recipe.program.given]
         shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
-        return deferred(Source(recipe, values, self.compiler), like, values)
+        return deferred(Source(recipe, values, like.numel(), agreement), like, values)
 
 
 def _view(tensor: Tensor, view: Program | None, sizes: Mapping[str, int]) -> Tensor:

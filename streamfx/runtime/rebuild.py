@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -24,12 +26,14 @@ class Modes:
     grad: bool
     inference: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]  # device type, type, whether it is on
+    rounding: tuple[int, str]  # number of threads, precision of products in float32
 
     @staticmethod
     def now(device: torch.device) -> Modes:
         types = [name for name in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(name)]
         autocasts = ((name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name)) for name in types)
-        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocasts))
+        rounding = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocasts), rounding)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -40,7 +44,26 @@ class Modes:
             for name, dtype, enabled in self.autocasts:
                 if enabled or torch.is_autocast_enabled(name):
                     stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(_rounding(self.rounding))
             yield
+
+
+@contextmanager
+def _rounding(wanted: tuple[int, str]) -> Iterator[None]:
+    """What changes how products round, and can be changed between a call and the use of its outputs."""
+
+    def set_to(threads: int, precision: str) -> None:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+
+    before = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+    set_to(*wanted)
+    try:
+        yield
+    finally:
+        set_to(*before)
 
 
 class _Runner(fx.Interpreter):
@@ -89,22 +112,74 @@ class _Tape:
     leaves: tuple[Tensor | None, ...]
 
 
-# Compiles a graph for inputs of which those at some positions are weights, so that it makes nothing of half as many elements as
-# given but its results; None where that is not possible.
-UseCompiler: TypeAlias = "Callable[[fx.GraphModule, list[Any], list[int], int], Callable[..., Any] | None]"
+@dataclass(frozen=True)
+class Cut:
+    """How loops are to cut what they make: into so many rows of one axis, a dimension of the inputs at some positions."""
+
+    rows: int
+    along: tuple[tuple[int, int], ...] = ()
+
+
+class UseCompiler(Protocol):
+    """Compiles graphs of what is asked for of deferred outputs."""
+
+    def __call__(
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: Cut
+    ) -> Callable[..., Any] | None:
+        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
+
+    def rows_per_chunk(self, numel: int, length: int) -> int:
+        """For values of `numel` elements that have `length` rows."""
+
+
+class RowMaker(Protocol):
+    """Makes rows of a source in the chunks that all passes over it have."""
+
+    def can_cut(self, source: Source) -> bool: ...
+
+    def rows(self, source: Source, start: int, stop: int) -> Tensor: ...
+
+
+@dataclass
+class Agreement:
+    """How the outputs of one call are made: all in the same chunks, or all as a whole. The first look at one of them decides.
+
+    What was read of one may be compared with the next, and a product rounds in another way where it has another number of rows.
+    """
+
+    compiler: UseCompiler | None = None
+    maker: RowMaker | None = None
+    in_chunks: bool | None = None
+    sources: weakref.WeakSet[Source] = field(default_factory=weakref.WeakSet)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def may_cut(self) -> bool:
+        """Whether all that is there of the call's outputs can be made in chunks, and was not made otherwise before."""
+        if self.in_chunks is None:
+            maker = self.maker
+            if maker is None or not all(maker.can_cut(source) for source in self.sources):
+                self.settled(in_chunks=False)
+        return self.in_chunks is not False
+
+    def settled(self, in_chunks: bool) -> bool:
+        """How the outputs are made; as given, if that was open until now."""
+        with self._lock:
+            self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks
+            return self.in_chunks
 
 
 class Source:
-    """What one deferred tensor is rebuilt from. Holds only the tensors that the recipe reads."""
+    """What one deferred tensor, of `numel` elements, is rebuilt from. Holds only the tensors that the recipe reads."""
 
-    def __init__(self, recipe: Recipe, values: Sequence[Any], compiler: UseCompiler | None = None) -> None:
-        self.recipe, self.compiler = recipe, compiler
+    def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, agreement: Agreement) -> None:
+        self.recipe, self.numel, self.agreement = recipe, numel, agreement
         self.modes = Modes.now(recipe.device)
         self._values: list[Any] = [
             value if isinstance(given, GivenSize) else _Kept.of(given.name, value)
             for given, value in zip(recipe.program.given, values, strict=True)
         ]
         self._tapes: list[_Tape] = []  # at most one; taken out by whoever runs it: several threads may ask
+        agreement.sources.add(self)
 
     @property
     def differentiable(self) -> bool:
@@ -121,30 +196,45 @@ class Source:
         return [i for i, value in kept if self.differentiable and isinstance(value, _Kept) and value.requires_grad]
 
     def rebuild(self) -> Tensor:
-        """The dense tensor, outside of autograd; what its gradient needs is kept beside it."""
+        """The dense tensor, outside of autograd. Made in one piece, what its gradient needs is kept beside it."""
+        if self.agreement.settled(in_chunks=False):
+            assert self.agreement.maker is not None
+            return self.agreement.maker.rows(self, 0, self.length)
         output, tape = self._recorded()
         self._tapes[:] = [] if tape is None else [tape]
         return output
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest dimension of rows: which it is of the tensor, and of the given value that the rows are made of."""
+        rows = self.recipe.rows
+        assert rows is not None
+        shape = self._values[rows.given].tensor.shape
+        return max(((dim, place) for dim, place in enumerate(rows.dims) if place is not None), key=lambda item: shape[item[1]])
+
+    @property
+    def length(self) -> int:
+        """How many rows there are in the longest dimension of rows."""
+        assert self.recipe.rows is not None
+        length: int = self._values[self.recipe.rows.given].tensor.shape[self.longest[1]]
+        return length
+
     def has_rows(self, dim: int) -> bool:
-        """Whether rows along a dimension can be made by themselves."""
-        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None
+        """Whether rows along a dimension can be made by themselves, with the values that they have in the whole."""
+        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.agreement.may_cut()
 
     def rebuild_rows(self, ranges: Mapping[int, range]) -> Tensor:
         """The dense tensor restricted to ranges of some of its rows, outside of autograd."""
-        rows = self.recipe.rows
-        assert rows is not None
-        values = self.current()
-        given = values[rows.given]
-        index = [slice(None)] * given.dim()
-        for dim, wanted in ranges.items():
-            place = rows.dims[dim]
-            assert place is not None
-            index[place] = slice(wanted.start, wanted.stop, wanted.step)
-        values[rows.given] = given[tuple(index)]
-        with self.modes.restored(), torch.no_grad():
-            output: Tensor = run_program(self.recipe.program, values)
-        return output
+        assert self.agreement.maker is not None
+        longest = self.longest[0]
+        own = ranges.get(longest, range(self.length))
+        made = self.agreement.maker.rows(self, own.start, own[-1] + 1)
+        within = {**ranges, longest: range(0, own[-1] + 1 - own.start, own.step)}
+        index = tuple(
+            slice(within[dim].start, within[dim].stop, within[dim].step) if dim in within else slice(None)
+            for dim in range(made.dim())
+        )
+        return made[index].clone(memory_format=torch.contiguous_format)
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of what the recipe reads, one for each given value. Runs the recipe again where it has to."""

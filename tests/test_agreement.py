@@ -1,0 +1,126 @@
+"""Deferred outputs agree with themselves: what one pass over them gives is compared with what another pass makes.
+
+A product rounds in another way where it has another number of rows. The loops that make such logits for a value, for its
+gradient, for a few rows or as a whole all cut them alike: so a maximum is found again among the logits that it is one of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from streamfx.runtime import in_chunks, steps
+from streamfx.runtime.deferred import DeferredTensor
+
+VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
+CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 5}
+
+
+@pytest.fixture(autouse=True)
+def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "LEAST", 50_000)
+    monkeypatch.setattr(in_chunks, "_forms", {})
+
+
+class Model(nn.Module):
+    """A decoder, and what it returns beside its logits."""
+
+    def __init__(self, beside: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.beside = beside
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embedding(ids)
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], self.mix(x)[:, None], is_causal=True)[:, 0]
+        logits = self.head(F.layer_norm(x, (WIDTH,)))
+        return logits if self.beside is None else (logits, self.beside(logits))
+
+
+def some_ids(length: int = LENGTH, batch: int = 2) -> Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def logits_of(
+    beside: Callable[[Tensor], Any] | None = None, options: dict[str, Any] = CHUNKS, **shape: int
+) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Model(beside).double()
+    return model, torch.compile(model, backend="streambp", options=options)(some_ids(**shape))
+
+
+def kth(logits: Tensor, k: int = 50) -> Tensor:
+    return logits.topk(k).values[..., -1:]
+
+
+def nucleus(logits: Tensor, p: float = 0.9) -> Tensor:
+    probabilities = logits.softmax(-1)
+    ordered = probabilities.sort(-1, descending=True).values
+    return ordered.gather(-1, (ordered.cumsum(-1) < p).sum(-1, keepdim=True))
+
+
+# -- what is compared: each gives a mask, whose number of hits per token is known
+
+
+HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "amax": (lambda x: x == x.amax(-1, keepdim=True), 1),
+    "max": (lambda x: x >= x.max(-1, keepdim=True).values, 1),
+    "top-k": (lambda x: x >= kth(x), 50),
+    "top-k, the rest": (lambda x: x < kth(x), VOCABULARY - 50),
+    "kthvalue": (lambda x: x <= x.kthvalue(7, -1, keepdim=True).values, 7),
+    "median": (lambda x: x == x.median(-1, keepdim=True).values, 1),
+    "sort": (lambda x: x >= x.sort(-1).values[..., 100:101], VOCABULARY - 100),
+    "quantile": (lambda x: x >= x.quantile(1.0, -1, keepdim=True), 1),
+    "argmax, gathered": (lambda x: x >= x.gather(-1, x.argmax(-1, keepdim=True)), 1),
+    "rank of a token": (lambda x: x == x.gather(-1, some_ids()[..., None]), 1),
+    "a probability": (lambda x: x.softmax(-1) == x.softmax(-1).amax(-1, keepdim=True), 1),
+    "two functions": (lambda x: x.topk(3).values[..., :1] == x.amax(-1, keepdim=True), 1),
+    "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
+    "all, then rows": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
+    "whole, later": (lambda x: x.amax(-1, keepdim=True).flip(1) == x.flip(1), 1),
+    "through numbers": (lambda x: x == torch.tensor(x.amax(-1).tolist(), dtype=x.dtype)[..., None], 1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HITS)
+def test_what_was_found_is_found_again(name: str) -> None:
+    hits, count = HITS[name]
+    _, logits = logits_of()
+    assert isinstance(logits, DeferredTensor)
+    found = hits(logits).sum(-1)
+    assert logits._cell.source.agreement.in_chunks
+    assert (found == count).all(), (found != count).sum()
+
+
+def losses() -> dict[str, Callable[[Tensor], Tensor]]:
+    return {
+        "amax": lambda x: x.amax(-1).mean(),
+        "max": lambda x: x.max(-1).values.square().mean(),
+        "aminmax": lambda x: (x.amax(-1) - x.amin(-1)).mean(),
+        "margin": lambda x: F.relu(x - x.amax(-1, keepdim=True) + 0.5).sum(-1).mean(),
+        "top-k filter": lambda x: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(),
+        "top-p filter": lambda x: x.masked_fill(x.softmax(-1) < nucleus(x.detach()), float("-inf")).logsumexp(-1).mean(),
+        "clamp": lambda x: x.clamp(min=kth(x.detach())).square().mean(),
+        "maximum": lambda x: torch.maximum(x, kth(x.detach())).square().mean(),
+        "infinity norm": lambda x: x.norm(float("inf"), -1).mean(),
+    }
+
+
+@pytest.mark.parametrize("name", losses())
+def test_gradients_know_what_was_chosen(name: str) -> None:
+    model, logits = logits_of()
+    found = []
+    for made in (logits, model(some_ids())):
+        model.zero_grad()
+        value = losses()[name](made)
+        value.backward()
+        found.append([value.detach() * 1, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
