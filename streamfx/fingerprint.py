@@ -47,9 +47,8 @@ class Fingerprint:
 
     def visible_change(self, tensor: Tensor, name: str = "it") -> str | None:
         """A change that is told without a look at the values."""
-        version = _version(tensor)
-        if self.version is not None and version is not None and version != self.version:
-            times = abs(version - self.version)
+        if self.is_written(tensor):
+            times = abs((_version(tensor) or 0) - (self.version or 0))
             return f"{name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"
         if _layout(tensor) != self.layout:
             return f"{name} has another shape, type or device than in the call"
@@ -58,6 +57,11 @@ class Fingerprint:
         if not has_memory(tensor) or tensor.untyped_storage().nbytes() != self.nbytes:
             return f"the memory of {name} was freed since the call"
         return None
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether its version counter has moved."""
+        version = _version(tensor)
+        return None not in (self.version, version) and version != self.version
 
     def hidden_change(self, tensor: Tensor, name: str = "it") -> str | None:
         """A change that only the values show. Waits for the device that they are on."""

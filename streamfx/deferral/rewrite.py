@@ -8,7 +8,7 @@ after    return loss, hidden                        hidden [b t d], one V-th par
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from streamfx.deferral.frontier import Frontier, frontier_of, is_known_size
 from streamfx.deferral.rows import rows_of_program
-from streamfx.deferral.table import ALIASING, kind_of
+from streamfx.deferral.table import ALIASING, kind_of, sums
 from streamfx.deferral.values import (
     Values,
     bytes_of,
@@ -85,7 +85,39 @@ def _chosen(outputs: Sequence[Any], values: Values) -> dict[fx.Node, Frontier]:
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.given):
             chosen[base] = frontier
             needed.update(values.bases[node] for node in frontier.given)
-    return chosen
+    return _incomparable(chosen, groups, outputs, values)
+
+
+def _incomparable(
+    chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: Values
+) -> dict[fx.Node, Frontier]:
+    """Those of which no other output tells what their elements were in the call, to the last bit.
+
+    The caller may look for the maximum that the model returned among its logits, and these round in another way when they are made
+    again. A loss, one number that sums over them, tells nothing of single elements.
+    """
+    while True:
+        made = {output for base in chosen for output in groups[base]}
+        kept = [output for output in outputs if isinstance(output, fx.Node) and output not in made]
+        told = {base for base in chosen if any(_tells_of(output, base, values) for output in kept)}
+        if not told:
+            return chosen
+        chosen = {base: frontier for base, frontier in chosen.items() if base not in told}
+
+
+def _tells_of(output: fx.Node, base: fx.Node, values: Values) -> bool:
+    """Whether an output may be compared with elements of a value that it is made of."""
+    is_number = is_dense(output) and example(output).dim() == 0
+    behind, waiting = {output}, [output]
+    while waiting:
+        node = waiting.pop()
+        if node is base:
+            return True
+        for operand in () if is_number and sums(node) else node.all_input_nodes:
+            if operand not in behind and not is_known_size(operand, values):
+                behind.add(operand)
+                waiting.append(operand)
+    return False
 
 
 def _has_known_shape(node: fx.Node, values: Values) -> bool:

@@ -61,6 +61,21 @@ METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
 ATTRIBUTES = frozenset({"T", "mT", "mH"})
 
 
+SUMMING = frozenset(
+    """
+    addmm baddbmm binary_cross_entropy binary_cross_entropy_with_logits bmm cosine_similarity cross_entropy dot einsum
+    huber_loss kl_div l1_loss linear log_softmax logsumexp matmul mean mm mse_loss nanmean nansum nll_loss norm smooth_l1_loss
+    softmax std sum var vector_norm
+    """.split()
+)
+
+
+def sums(node: fx.Node) -> bool:
+    """Whether a function adds up so many products or elements that none of them can be told from the result."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in SUMMING
+
+
 def kind_of(node: fx.Node) -> Kind | None:
     """The kind of a pure function from the table; None for all else, and for a call that writes into something."""
     if "out" in node.kwargs or node.kwargs.get("inplace", False):

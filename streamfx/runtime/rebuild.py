@@ -103,6 +103,13 @@ class _Kept:
         alias = tensor.detach()
         return _Kept(name, alias, tensor.requires_grad, Fingerprint.of(alias))
 
+    def change(self, with_counter: bool) -> str | None:
+        """What has happened to it since; without its version counter, what that does not show."""
+        seen = self.seen.visible_change(self.tensor, self.name)
+        if seen is not None:
+            return seen if with_counter or not self.seen.is_written(self.tensor) else None
+        return self.seen.hidden_change(self.tensor, self.name)
+
 
 @dataclass(frozen=True)
 class _Tape:
@@ -242,6 +249,8 @@ class Source:
             tape: _Tape | None = self._tapes.pop()
         except IndexError:
             tape = self._recorded()[1]
+        else:
+            self.current(with_counter=False)  # what a counter shows, autograd knows
         if tape is None:
             return (None,) * len(self._values)
         reached = [leaf for leaf in tape.leaves if leaf is not None]
@@ -259,10 +268,10 @@ class Source:
             return output, None
         return output.detach(), _Tape(get_gradient_edge(output), tuple(leaves))
 
-    def current(self) -> list[Any]:
+    def current(self, with_counter: bool = True) -> list[Any]:
         """The values to run the recipe on; raises if one of them is not what it was in the call."""
         for kept in self._values:
-            change = kept.seen.change(kept.tensor, kept.name) if isinstance(kept, _Kept) else None
+            change = kept.change(with_counter) if isinstance(kept, _Kept) else None
             if change is not None:
                 raise StaleOutput(
                     f"the output {self.recipe.name!r} is computed when it is first used, and its first use is now",
@@ -271,4 +280,8 @@ class Source:
                     do="use the output before the optimizer's step (or keep a .clone() of what you need of it), "
                     'or ask for plain outputs: torch.compile(..., options={"outputs": "dense"})',
                 )
+        return self.unchecked()
+
+    def unchecked(self) -> list[Any]:
+        """The same, whatever has become of them."""
         return [kept.tensor if isinstance(kept, _Kept) else kept for kept in self._values]

@@ -1,0 +1,85 @@
+"""A buffer that holds a mask, or a few slopes, changes between two calls, in every way that torch has: the second is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+WIDTH, LENGTH = 8, 21
+
+
+class Model(nn.Module):
+    """Attention three times: with a mask that says what is seen, with one that is added, and with slopes for distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        self.register_buffer("visible", causal)
+        self.register_buffer("added", torch.zeros(LENGTH, LENGTH).masked_fill(~causal, float("-inf")))
+        self.register_buffer("slopes", torch.tensor([-0.5, -0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        position = torch.arange(x.shape[1])
+        distance = (position[:, None] - position).clamp(min=0)
+        scores = q @ k.mT
+        hidden = position > position[:, None]
+        shares = (
+            scores.masked_fill(~self.visible, float("-inf")),
+            scores + self.added,
+            scores + (self.slopes[:, None, None] * distance).masked_fill(hidden, float("-inf")),
+        )
+        return x + sum((part.softmax(-1) @ v).transpose(1, 2).flatten(2) for part in shares)
+
+
+OTHERS: dict[str, Tensor] = {
+    "visible": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
+    "added": torch.zeros(LENGTH, LENGTH, dtype=torch.float64),
+    "slopes": torch.tensor([float("inf"), -1e300], dtype=torch.float64),
+}
+
+
+def by_numpy(buffer: Tensor, values: Tensor) -> None:
+    buffer.numpy()[...] = values.numpy()
+
+
+def by_elements(buffer: Tensor, values: Tensor) -> None:
+    """A single element, far above the diagonal."""
+    buffer.data.view(-1)[-2 if buffer.dim() == 1 else LENGTH - 1] = values.view(-1)[-1]
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy_": lambda buffer, values: buffer.copy_(values),
+    "data.copy_": lambda buffer, values: buffer.data.copy_(values),
+    "data =": lambda buffer, values: setattr(buffer, "data", values.clone()),
+    "numpy": by_numpy,
+    "one element": by_elements,
+    "memory": lambda buffer, values: buffer.untyped_storage().copy_(values.clone().untyped_storage()),
+    "set_": lambda buffer, values: buffer.set_(values.clone()),
+    "swap_tensors": lambda buffer, values: torch.utils.swap_tensors(buffer, values.clone()),
+}
+
+
+def gradients(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    value = function(x)
+    value.square().mean().backward()
+    return [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_call_is_exact(name: str) -> None:
+    model, x = Model().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 5})
+    gradients(compiled, model, x)
+    for buffer, others in list(OTHERS.items())[: 1 if name == "swap_tensors" else None]:  # Dynamo holds the others by then
+        before = model.get_buffer(buffer).clone()
+        for change, values in ((CHANGES[name], others), (CHANGES["copy_"], before)):
+            with torch.no_grad():
+                change(model.get_buffer(buffer), values)
+            for ours, theirs in zip(gradients(compiled, model, x), gradients(model, model, x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, equal_nan=True, msg=buffer)
