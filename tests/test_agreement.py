@@ -95,7 +95,9 @@ def test_what_was_found_is_found_again(name: str) -> None:
     _, logits = logits_of()
     assert isinstance(logits, DeferredTensor)
     found = hits(logits).sum(-1)
-    assert logits._cell.source.agreement.in_chunks
+    source = logits._cell.source
+    assert source is not None
+    assert source.agreement.in_chunks
     assert (found == count).all(), (found != count).sum()
 
 

@@ -14,6 +14,10 @@ WIDTH, LENGTH = 8, 21
 class Model(nn.Module):
     """Attention three times: with a mask that says what is seen, with one that is added, and with slopes for distances."""
 
+    visible: Tensor
+    added: Tensor
+    slopes: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -59,7 +63,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "numpy": by_numpy,
     "one element": by_elements,
     "memory": lambda buffer, values: buffer.untyped_storage().copy_(values.clone().untyped_storage()),
-    "set_": lambda buffer, values: buffer.set_(values.clone()),
+    "set_": lambda buffer, values: buffer.set_(values.clone()),  # type: ignore[call-overload]
     "swap_tensors": lambda buffer, values: torch.utils.swap_tensors(buffer, values.clone()),
 }
 
