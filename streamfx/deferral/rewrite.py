@@ -93,8 +93,8 @@ def _incomparable(
 ) -> dict[fx.Node, Frontier]:
     """Those of which no other output tells what their elements were in the call, to the last bit.
 
-    The caller may look for the maximum that the model returned among its logits, and these round in another way when they are made
-    again. A loss, one number that sums over them, tells nothing of single elements.
+    The caller may look for the maximum that the model returned among its logits, and these round in another way when they are
+    made again. A loss, one number that sums over them, tells nothing of single elements.
     """
     while True:
         made = {output for base in chosen for output in groups[base]}
