@@ -21,10 +21,10 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, Form, Role, Span
 from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
-from streamfx.ir.pieces import Const, Fact, Ordinary, Pieces
+from streamfx.ir.pieces import Fact, Pieces
+from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature
 from streamfx.passes.handover import producer_of
-from streamfx.passes.intervals import is_minus_infinity
 from streamfx.passes.masks import Masks
 
 aten = torch.ops.aten
@@ -155,7 +155,8 @@ def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
 
 
 def _is_zero(fact: Fact) -> bool:
-    return isinstance(fact, Const) and fact.is_zero()
+    """Zero adds nothing to a sum. What may be NaN besides makes eager's own sum NaN."""
+    return isinstance(fact, Range) and fact.is_zero
 
 
 def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
@@ -166,7 +167,7 @@ def _normalised_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | 
         return masks.of(tensor_operands(node)[1]).support(_is_zero)
     if node.target in (aten.logsumexp.default, aten.amax.default):
         scores = masks.of(tensor_operands(node)[0])
-        return scores.support(_hidden_test(scores))
+        return scores.support(masks.hidden_test(node, scores))
     return None, None
 
 
@@ -174,15 +175,7 @@ def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]
     bias = masks.fused_bias(node)
     if bias is None:
         return None, None
-    hidden = _hidden_test(bias)
-    return bias.support(hidden)
-
-
-def _hidden_test(bias: Pieces) -> Callable[[Fact], bool]:
-    """Minus infinity hides a key; so does a huge negative number where each row sees at least itself."""
-    diagonal = bias.at(0)
-    sees_itself = isinstance(diagonal, Ordinary) or (isinstance(diagonal, Const) and abs(diagonal.value) < 1e4)
-    return lambda fact: is_minus_infinity(fact, finite_too=sees_itself)
+    return bias.support(masks.hidden_test(node, bias))
 
 
 def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
@@ -190,8 +183,8 @@ def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
     bias = masks.fused_bias(node)
     if bias is None:
         return False
-    hidden = _hidden_test(bias)
-    is_plain = all(hidden(fact) or _is_zero(fact) for fact in bias.facts)
+    hidden = masks.hidden_test(node, bias)
+    is_plain = all(hidden(fact) or fact == constant(0) for fact in bias.facts)
     return is_plain and bias.support(hidden) == (span.low, span.high) and _is_contiguous(bias, hidden)
 
 

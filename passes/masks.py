@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,75 +13,94 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Role
 from streamfx.ir.joint import (
     JointGraph,
     bound_arguments,
-    is_size,
     is_tensor,
     node_argument,
     shape_of_node,
     tensor_operands,
+    trained_sources,
 )
-from streamfx.ir.pieces import (
-    NUMBERS,
-    ORDINARY,
-    UNKNOWN,
-    Const,
-    Fact,
-    Ordinary,
-    Pieces,
-    Slope,
-    combined,
-    compare_slope,
-    everywhere,
+from streamfx.ir.pieces import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
+from streamfx.ir.ranges import (
+    INFINITY,
+    LONGEST,
+    SWAMPED_BY,
+    SWAMPED_BY_HALF,
+    SWAMPS,
+    SWAMPS_HALF,
+    Range,
+    constant,
+    everything,
+    is_exact_in,
 )
-from streamfx.ir.sizes import size_of
-from streamfx.passes.fillers import FILLERS
-from streamfx.passes.finite import finite_nodes
-from streamfx.passes.intervals import COMPARISONS, either, evaluate, filled, is_minus_infinity, is_zero, ordinary
-from streamfx.passes.linear import CONTRACTIONS, MOVES_ELEMENTS, is_random
-from streamfx.passes.positions import Affine, affine_of
+from streamfx.passes.intervals import COMPARISONS, Intervals
+from streamfx.passes.linear import MOVES_ELEMENTS, is_random
+from streamfx.passes.positions import COEFFICIENTS, Positions, combination
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.registry import broadcast, rule_for
+from streamfx.passes.values import TRANSFERS, Values
+from streamfx.passes.values.arithmetic import plus
+from streamfx.passes.values.products import product
+from streamfx.passes.values.transfer import computed_in
+from streamfx.runtime.kernels import ATTENTION
 
 aten = torch.ops.aten
 
-PRODUCES_ORDINARY = {aten.mm.default, aten.bmm.default, aten._cdist_forward.default, aten.embedding.default}
-ADDS_UP = {aten.sum.dim_IntList, aten.mean.dim}
-ADDS_PRODUCT = {aten.baddbmm.default, aten.addmm.default}
+# Operators along other dimensions than rows and keys, or with a product beside them: what they make of an interval is told by ranges.
+REDUCES_OTHERS = frozenset(
+    {
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten._softmax_backward_data.default,
+    }
+)
 
 
 class Masks:
-    """Evaluates facts on demand, each node once."""
+    """Facts about every value with rows and keys, in program order."""
 
     def __init__(self, joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> None:
         self._axes = axes
         self._demand = demand
         self._pieces: dict[fx.Node, Pieces] = {}
-        self._affine: dict[fx.Node, Affine | None] = {}
-        self._computed = _computed_nodes(joint) | finite_nodes(joint)
+        self._values = Values(trained_sources(joint))
+        self._positions = Positions(self._values)
+        self._intervals = Intervals(_reach(axes), self._values.of)
         self._patterns: dict[fx.Node, Pieces] = {
-            node: node.meta["streamfx_pattern"] for node in joint.sources if node.meta.get("streamfx_pattern", NUMBERS) != NUMBERS
+            node: pieces for node in joint.sources if (pieces := node.meta.get("streamfx_pattern")) is not None and pieces.cuts
         }
         for node in joint.nodes:
             if is_tensor(node):
-                self._affine[node] = self._affine_of(node)
-                self._note_pattern(node)
-                if self._is_pair(node):
-                    self._pieces[node] = self._pieces_of(node)
+                self._find(node)
+            elif node.target is aten.max.dim:
+                self._note_largest(node)
+
+    def _find(self, node: fx.Node) -> None:
+        if node in self._axes.static:
+            self._positions.find(node)
+        self._note_pattern(node)
+        if self._is_pair(node):
+            self._pieces[node] = self._pieces_of(node)
+            self._values.note(node, hull_of(self._pieces[node], _reach(self._axes)))
+        elif node.target is aten.amax.default:
+            self._note_largest(node)
 
     def of(self, node: fx.Node) -> Pieces:
         """Facts about a value with rows and keys."""
-        return self._pieces.get(node, everywhere(UNKNOWN))
+        return self._pieces.get(node, everywhere(self._values.of(node)))
 
     def fused_bias(self, node: fx.Node) -> Pieces | None:
         """What a fused attention adds to its scores, the causal flag included."""
         arguments = bound_arguments(node)
         mask = arguments.get("attn_mask")
-        bias = everywhere(Const(0.0)) if mask is None else self._operand(mask, node)
+        bias = everywhere(constant(0)) if mask is None else self._operand(mask, node)
         if arguments.get("is_causal"):
             apart = self._apart(node)
             if apart is None:
-                return everywhere(UNKNOWN)
-            hidden = Pieces((apart + 1,), (Const(0.0), Const(float("-inf"))))
-            bias = combined(lambda a, b: everywhere(b if is_minus_infinity(b, False) else a), bias, hidden)
+                return everywhere(everything(torch.float64))
+            hidden = Pieces((apart + 1,), (constant(0), constant(-INFINITY)))
+            bias = combined(lambda a, b: everywhere(b if b == constant(-INFINITY) else a), bias, hidden)
         return bias
 
     def _apart(self, node: fx.Node) -> int | None:
@@ -98,86 +118,53 @@ class Masks:
         return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
 
     def _pieces_of(self, node: fx.Node) -> Pieces:
+        """By interval where that says more than what is known of all rows and keys."""
         target = node.target
-        if target is operator.getitem:
-            return self._of_result(node)
+        special = _SPECIAL.get(target)
+        if special is not None:
+            return special(self, node)
         if target in MOVES_ELEMENTS:
             source = node_argument(node)
-            return self._operand(source, node) if self._is_pair(source) or not self._dims(source) else everywhere(UNKNOWN)
-        if target in PRODUCES_ORDINARY:
-            return everywhere(ORDINARY)
-        if target in ADDS_PRODUCT:
-            return self._added_product(node)
-        if target in ADDS_UP:
-            return self._added_up(node, keeps_zero=True)
-        if target is aten.convolution.default:  # of one tap
-            return self._added_up(node, keeps_zero=node.args[2] is None)
-        if target is aten.sub.Tensor and self._is_less_a_number(node):
-            return self._shifted(node)
-        if target is aten.slice.Tensor:
-            return self._sliced(node)
-        if target in (aten.tril.default, aten.triu.default):
-            return self._triangle(node)
-        if target in (aten._softmax.default, aten._safe_softmax.default):
-            return self._softmax(node)
-        if target is aten._softmax_backward_data.default:
-            probabilities = self._operand(node.args[1], node)
-            return combined(lambda p: everywhere(p if is_zero(p) else ORDINARY), probabilities)
-        if target in FILLERS:
-            return everywhere(filled(node))
-        if target is aten.index.Tensor:
-            source = node_argument(node)
-            return everywhere(ORDINARY if source in self._computed and not self._is_pair(source) else UNKNOWN)
-        if target is aten.constant_pad_nd.default:
-            return self._padded(node)
-        return self._elementwise(node)
+            keeps = self._is_pair(source) or not self._dims(source)
+            return self._operand(source, node) if keeps else self._anything(node)
+        if target in REDUCES_OTHERS or self._is_elementwise(node):
+            return self._evaluated(node)
+        return self._anything(node)
 
-    def _added_product(self, node: fx.Node) -> Pieces:
-        """`bias + a @ b`: a mask given as the bias stays one."""
-        bias = self._operand(node.args[0], node)
-        scaled = bool(node.kwargs)
-        dtype = node.meta["val"].dtype
-        return combined(lambda fact: everywhere(ordinary(aten.add.Tensor, (fact, ORDINARY), dtype, scaled)), bias)
+    def _anything(self, node: fx.Node) -> Pieces:
+        """What is known of all elements, wherever they stand."""
+        return everywhere(self._values.of(node))
 
-    def _added_up(self, node: fx.Node, keeps_zero: bool) -> Pieces:
-        """A sum over heads or the batch at each place: of zeros it makes zeros."""
-        scores = self._operand(node.args[0], node)
-        known = (ORDINARY, Const(0.0)) if keeps_zero else (ORDINARY, ORDINARY)
-        return combined(lambda fact: everywhere(UNKNOWN if not _is_number(fact) else known[is_zero(fact)]), scores)
+    def _is_elementwise(self, node: fx.Node) -> bool:
+        row = TRANSFERS.get(node.target)
+        return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
 
-    def _padded(self, node: fx.Node) -> Pieces:
-        """More heads, all of whose scores are one number; padded rows or keys would move delta."""
-        source, signature = node_argument(node), self._axes.signatures.get(node)
-        moves = signature is None or any(letter in signature.shifts for letter in self._demand.roles.get(node, {}))
-        if moves or not self._is_pair(source):
-            return everywhere(UNKNOWN)
-        fill = Const(bound_arguments(node)["value"])
-        return combined(lambda fact: everywhere(either(fact, fill)), self._operand(source, node))
-
-    def _is_less_a_number(self, node: fx.Node) -> bool:
-        """Whether a computed number per row or per key is subtracted from a value with rows and keys."""
-        scores, number = node.args
-        tensors = is_tensor(scores) and is_tensor(number) and not node.kwargs
-        return tensors and number in self._computed and self._is_pair(scores) and not self._is_pair(number)  # type: ignore[arg-type]
-
-    def _shifted(self, node: fx.Node) -> Pieces:
-        """Scores less a number per row, such as the largest: what was hidden stays so, where each row sees at least itself."""
-        scores = self._operand(node.args[0], node)
-        sees_itself = isinstance(scores.at(0), Ordinary)
-        hidden = Const(float("-inf"))
-        return combined(
-            lambda fact: (
-                everywhere(hidden) if sees_itself and is_minus_infinity(fact, True) else evaluate(node, (fact, ORDINARY))
-            ),
-            scores,
-        )
+    def _evaluated(self, node: fx.Node, result: int = 0) -> Pieces:
+        """An operator, interval by interval."""
+        relative = self._relative(node)
+        if relative is not None:
+            return relative
+        operands = list(dict.fromkeys(tensor_operands(node)))
+        pieces = [self._operand(operand, node) for operand in operands]
+        return combined(lambda *facts: self._intervals.evaluate(node, dict(zip(operands, facts, strict=True)), result), *pieces)
 
     def _of_result(self, node: fx.Node) -> Pieces:
+        """Dropout keeps what it does not drop."""
         producer = node_argument(node)
-        if producer.target is aten.native_dropout.default and node.args[1] == 0:
-            source = self._operand(producer.args[0], node)
-            return combined(lambda fact: everywhere(fact if is_zero(fact) else ORDINARY), source)
-        return everywhere(UNKNOWN)
+        if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
+            return self._evaluated(producer, node.args[1])
+        return self._anything(node)
+
+    def _of_one_tap(self, node: fx.Node) -> Pieces:
+        """A convolution of rows and keys that mixes heads only."""
+        taps = shape_of_node(node_argument(node, 1))[2:]
+        return self._evaluated(node) if all(size == 1 for size in taps) else self._anything(node)
+
+    def _padded(self, node: fx.Node) -> Pieces:
+        """More heads; padded rows or keys would move delta."""
+        source, signature = node_argument(node), self._axes.signatures.get(node)
+        moves = signature is None or any(letter in signature.shifts for letter in self._demand.roles.get(node, {}))
+        return self._anything(node) if moves or not self._is_pair(source) else self._evaluated(node)
 
     # -- buffers that hold a mask: patterns of column - row of their last two dimensions
 
@@ -189,10 +176,8 @@ class Masks:
         (source,) = sources
         if self._keeps_positions(node, source):
             self._patterns[node] = self._patterns[source]
-        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten._to_copy.default:
-            arguments = [argument for argument in node.args if not isinstance(argument, (list, tuple))]
-            facts = [self._patterns[source] if a is source else self._operand(a, node) for a in arguments]
-            self._patterns[node] = combined(lambda *f: evaluate(node, f), *facts)
+        elif (row := TRANSFERS.get(node.target)) is not None and row.elementwise:
+            self._patterns[node] = combined(lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source])
 
     def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
         rank, before = len(shape_of_node(node)), len(shape_of_node(source))
@@ -212,7 +197,7 @@ class Masks:
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._offset_between(operand, keys_last)
         if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
-            return everywhere(UNKNOWN)
+            return everywhere(self._values.of(operand))
         pattern = self._patterns[operand]
         if not keys_last:  # column - row of the buffer is minus delta
             pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
@@ -235,23 +220,20 @@ class Masks:
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         return self._axes.sequence_dims(self._axes.shapes[node])
 
-    def _operand(self, operand: Any, user: fx.Node) -> Pieces:
-        """Facts about an argument: a number, a value with rows and keys, or one that is the same along both."""
-        if isinstance(operand, (bool, int, float)):
-            return everywhere(Const(operand))
-        if is_size(operand):
-            value = size_of(operand.meta["val"]) if not isinstance(operand.meta["val"], float) else operand.meta["val"]
-            return everywhere(Const(value)) if isinstance(value, (int, float)) else everywhere(UNKNOWN)
-        if not is_tensor(operand):
-            return everywhere(UNKNOWN)
+    def _operand(self, operand: fx.Node, user: fx.Node) -> Pieces:
+        """Facts about an operand: one with rows and keys, or one that is the same along both."""
         if operand in self._patterns:
             return self._oriented(operand, user)
-        if operand in self._pieces:
-            return self._pieces[operand]
-        affine = self._affine.get(operand)
-        if affine is not None and affine.dim is None:
-            return everywhere(Const(affine.offset))
-        return everywhere(ORDINARY if operand in self._computed else UNKNOWN)
+        known = self._pieces.get(operand)
+        if known is None or (known.cuts and not self._agrees(operand, user)):
+            return everywhere(self._values.of(operand))
+        return known
+
+    def _agrees(self, operand: fx.Node, user: fx.Node) -> bool:
+        """Whether a user takes for rows and keys of an operand what its maker did: else its delta has the other sign."""
+        made = node_argument(operand) if operand.target is operator.getitem else operand
+        own, taken = self._roles_by_dim(made), self._operand_roles(operand, user)
+        return own == {i: role for i, role in enumerate(taken) if role is not None}
 
     def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
         """The role of each sequence dimension of an operator's first result."""
@@ -270,21 +252,20 @@ class Masks:
         signature = self._axes.signatures.get(node)
         starts = [start for _, start in signature.shifts.values()] if signature is not None else [None]
         known = self.of(source) if source in self._pieces else self._operand(source, node)
-        return known if not known.cuts or all(start == 0 for start in starts) else everywhere(UNKNOWN)
+        return known if all(start == 0 for start in starts) else self._anything(node)
 
     def _triangle(self, node: fx.Node) -> Pieces:
-        source, diagonal = node.args[0], node.args[1] if len(node.args) > 1 else 0
-        roles = self._roles_by_dim(node)
-        rank = len(shape_of_node(node))
+        """Zero is written over what is not kept, whatever it was."""
+        arguments, roles = bound_arguments(node), self._roles_by_dim(node)
+        source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
         last, before = roles.get(rank - 1), roles.get(rank - 2)
         offsets = self._offsets(node)
         if not isinstance(diagonal, int) or offsets is None or {last, before} != {Role.ROWS, Role.KEYS}:
-            return everywhere(UNKNOWN)
+            return self._anything(node)
         sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, up to the axes' own offsets
         relation = "le" if node.target is aten.tril.default else "ge"
         kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
-        zero = Const(False) if node.meta["val"].dtype == torch.bool else Const(0)
-        return combined(lambda keep, fact: everywhere(fact if keep == Const(True) else zero), kept, self._operand(source, node))
+        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, self._operand(source, node))
 
     def _offsets(self, node: fx.Node) -> int | None:
         """Offset of the keys' axis minus offset of the rows' axis."""
@@ -305,45 +286,88 @@ class Masks:
         return sequence.members[atom][0]
 
     def _softmax(self, node: fx.Node) -> Pieces:
-        """Zero where the scores are minus infinity, or a huge negative number while each row sees at least itself."""
-        scores = self._operand(node.args[0], node)
-        diagonal = scores.at(0)
-        sees_itself = isinstance(diagonal, Ordinary) or (isinstance(diagonal, Const) and abs(diagonal.value) < 1e4)
-        return combined(lambda fact: everywhere(Const(0.0) if is_minus_infinity(fact, sees_itself) else ORDINARY), scores)
+        """Zero where the scores are hidden, along rows or keys; elsewhere a share."""
+        scores, share = node_argument(node), self._values.of(node)
+        role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
+        if role is None:
+            return everywhere(share)
+        known = self._operand(scores, node)
+        hidden = self.hidden_test(node, known)
+        return combined(lambda fact: everywhere(Range(0, 0, share.nan) if hidden(fact) else share), known)
 
-    def _elementwise(self, node: fx.Node) -> Pieces:
-        """Any other operator: by its meaning where one is known, by evaluating it on constants, else unknown.
+    def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
+        """Whether an operator that normalises scores along the keys, or takes their largest, is left nothing of a score.
 
-        Only operators that work element by element may be evaluated on the one number that all elements are.
+        Nothing is left of minus infinity, and nothing of a huge negative number where each row sees at least itself: there is a
+        key for each row, and its score is nowhere near as negative.
         """
-        if rule_for(node) is not broadcast or is_random(node) or node.target is aten.empty_like.default:
-            return everywhere(UNKNOWN)
-        relative = self._relative(node)
-        if relative is not None:
-            return relative
-        arguments = [argument for argument in node.args if not isinstance(argument, (list, tuple))]
-        operands = [self._operand(argument, node) for argument in arguments]
-        return combined(lambda *facts: evaluate(node, facts), *operands)
+        first = tensor_operands(node)[0]
+        half = first.meta["val"].dtype == torch.float16
+        least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
+        own = self._intervals.range(scores.at(0))
+        if node.target is ATTENTION:
+            own = plus(own, product(first.meta["val"].dtype, self._values.of(first), self._values.of(tensor_operands(node)[1])))
+        sees_itself = own.low >= least and self._has_own_keys(node)
+        return lambda fact: self._intervals.range(fact).high <= (most if sees_itself else -INFINITY)
+
+    def _has_own_keys(self, node: fx.Node) -> bool:
+        """Whether an operator has, for each row of the sequence, the key of that row."""
+        sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
+        roles = self._demand.roles.get(node, {})
+        places = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
+        rows, keys = places.get(Role.ROWS), places.get(Role.KEYS)
+        if sequence is None or rows is None or keys is None or rows in sequence.blocks or keys in sequence.blocks:
+            return False
+        (start, count), (first, number) = sequence.members[rows], sequence.members[keys]
+        if (start, count) == (first, number):
+            return True
+        known = all(isinstance(size, int) for size in (start, count, first, number))
+        return known and first <= start and start + count <= first + number  # type: ignore[operator]
+
+    def _note_largest(self, node: fx.Node) -> None:
+        """The largest score of a row is no less than that of its own key."""
+        source = tensor_operands(node)[0]
+        if node.target in (aten.amax.default, aten.max.dim) and source in self._pieces and self._has_own_keys(node):
+            own, known = self._intervals.range(self._operand(source, node).at(0)), self._values.of(source)
+            dim = bound_arguments(node)["dim"]
+            dims = [dim] if isinstance(dim, int) else list(dim)
+            along = [self._operand_roles(source, node)[item] for item in dims]
+            if along == [Role.KEYS]:
+                self._values.note(node, Range(max(own.low, known.low), known.high, known.nan))
+
+    # -- index vectors
 
     def _relative(self, node: fx.Node) -> Pieces | None:
         """Comparison or difference of two index vectors, one along the rows and one along the keys."""
         relation = COMPARISONS.get(node.target)
-        if relation is None and node.target is not aten.sub.Tensor:
+        if relation is not None:
+            parts: Any = ((1, node.args[0]), (-1, node.args[1]))
+            dtype = computed_in(node, bound_arguments(node))
+        elif node.target in COEFFICIENTS:
+            parts, dtype = combination(node), node.meta["val"].dtype
+        else:
             return None
-        left, right = node.args[:2]
-        a, b = self._position(left, node), self._position(right, node)
-        if a is None or b is None or a[0] == b[0] or a[1] != b[1] or a[1] == 0:
+        slope = None if parts is None or dtype is None else self._slope(node, parts, dtype)
+        if slope is None:
             return None
-        keys, rows = (a, b) if a[0] is Role.KEYS else (b, a)
-        slope = Slope(keys[1], keys[2] - rows[2])  # keys - rows
-        if a[0] is not Role.KEYS:
-            slope = Slope(-slope.factor, -slope.offset)
-        return everywhere(slope) if relation is None else compare_slope(relation, slope, 0)
+        return self._intervals.held(slope, node) if relation is None else compare_slope(relation, slope, 0)
 
-    def _position(self, operand: Any, user: fx.Node) -> tuple[Role, int, int] | None:
+    def _slope(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
+        """a * rows + b * keys as a multiple of keys - rows, where each is held by the type in which they are combined."""
+        found: dict[Role, tuple[int, int]] = {}
+        for coefficient, operand in parts:
+            place = self._position(operand, node, dtype)
+            if place is None or place[0] in found or not is_exact_in(dtype, -abs(coefficient), abs(coefficient)):
+                return None
+            found[place[0]] = (coefficient * place[1], coefficient * place[2])
+        if set(found) != {Role.ROWS, Role.KEYS} or found[Role.KEYS][0] != -found[Role.ROWS][0] or not found[Role.KEYS][0]:
+            return None
+        return Slope(found[Role.KEYS][0], found[Role.KEYS][1] + found[Role.ROWS][1])
+
+    def _position(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
         """(role, factor, offset): the operand is factor * position + offset along the rows or the keys of `user`."""
-        affine = self._affine.get(operand) if isinstance(operand, fx.Node) else None
-        if affine is None or affine.dim is None or not isinstance(affine.offset, int):
+        affine = self._positions.of(operand)
+        if affine is None or affine.dim is None or not self._positions.is_held(affine, operand, dtype):
             return None
         dim = affine.dim + len(shape_of_node(user)) - len(shape_of_node(operand))
         role, start = self._roles_by_dim(user).get(dim), self._offset(operand, affine.dim)
@@ -351,25 +375,25 @@ class Masks:
             return None
         return role, affine.factor, affine.offset - affine.factor * start
 
-    # -- index vectors
 
-    def _affine_of(self, node: fx.Node) -> Affine | None:
-        """The node as factor * index + offset along one dimension, where that is provable."""
-        return affine_of(node, self._affine) if node in self._axes.static else None
+def _reach(axes: AxisFacts) -> int:
+    """How far a key may stand from a row."""
+    if axes.sequence is None:
+        return LONGEST
+    ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
+    bounds = [bound for pair in ends for bound in pair]
+    if not all(isinstance(bound, int) for bound in bounds):
+        return LONGEST
+    return max(bounds) - min(bounds)
 
 
-def _is_number(fact: Fact) -> bool:
-    return isinstance(fact, Ordinary) or is_zero(fact)
-
-
-def _computed_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Values that a product or a look-up went into: activations, as opposed to masks made from inputs."""
-    computed: set[fx.Node] = set()
-    for node in joint.nodes:
-        if (
-            node.target in CONTRACTIONS
-            or node.target is aten.embedding.default
-            or any(source in computed for source in node.all_input_nodes)
-        ):
-            computed.add(node)
-    return computed
+_SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
+    operator.getitem: Masks._of_result,
+    aten.convolution.default: Masks._of_one_tap,
+    aten.slice.Tensor: Masks._sliced,
+    aten.tril.default: Masks._triangle,
+    aten.triu.default: Masks._triangle,
+    aten._softmax.default: Masks._softmax,
+    aten._safe_softmax.default: Masks._softmax,
+    aten.constant_pad_nd.default: Masks._padded,
+}

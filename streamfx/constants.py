@@ -8,49 +8,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Buffer, Parameter
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streamfx.fingerprint import MOST_BYTES, Fingerprint, has_memory
-from streamfx.ir.pieces import NUMBERS, ORDINARY, UNKNOWN, Const, Fact, Pieces, joined
+from streamfx.ir.pieces import Pieces, everywhere, joined
+from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
 
 MOST_PIECES = 16
-MOST_NUMBERS = 1024
-LARGE = 1e4  # numbers below are no stand-ins for infinity
+MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
+NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION))  # ordinary numbers
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
     """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
 
-    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. A few plain numbers,
-    such as a slope for each head, are said to be just that. Tensors made in inference mode do not count who writes to them.
+    A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. Of any other tensor it
+    is said whether it holds ordinary numbers: none is infinite, NaN, or so large that it may stand for infinity.
     """
-    if tensor.is_inference():
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that is only looked at
+        return NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
+    if type(tensor) not in (Tensor, Buffer, Parameter) or not has_memory(tensor):
         return None
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or type(tensor) not in (Tensor, torch.nn.Buffer):
-        return None
-    if _are_few_numbers(tensor):
-        return NUMBERS
     n = tensor.shape[-1] if tensor.dim() > 1 else 0
-    if n < 2 or tensor.shape[-2] != n or tensor.is_complex():
-        return None
-    values = tensor.detach().reshape(-1, n, n)
-    same_everywhere = bool((values == values[:1]).all())
-    if same_everywhere and bool((values[0, 1:, 1:] == values[0, :-1, :-1]).all()):
+    is_mask = n > 1 and tensor.shape[-2] == n and not tensor.is_complex() and not tensor.requires_grad
+    return (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None) or _ordinary(tensor)
+
+
+def _mask_pattern(values: Tensor) -> Pieces | None:
+    """Of square matrices [k, n, n]: constants above or below the diagonal, or one per diagonal."""
+    if bool((values == values[:1]).all()) and bool((values[0, 1:, 1:] == values[0, :-1, :-1]).all()):
         return _toeplitz(values[0])
     above = _constant_above(values, 1)
     below = _constant_above(values.transpose(1, 2), 1)
     if above is None and below is None:
-        return NUMBERS if tensor.is_floating_point() and bool((values.abs() < LARGE).all()) else None
-    inside: Fact = ORDINARY if bool(values.isfinite().all()) else UNKNOWN
-    return joined((0, 1), (below or inside, UNKNOWN, above or inside))
+        return None
+    low, high = values.aminmax()
+    nan = low != low
+    inside = Range(-INFINITY, INFINITY, True) if nan else Range(low.item(), high.item())
+    return joined((0, 1), (below or inside, inside, above or inside))
 
 
-def _are_few_numbers(tensor: Tensor) -> bool:
-    """Whether nothing in a small tensor stands in for infinity. One that has two equal dimensions may be a mask."""
-    wide = [size for size in tensor.shape if size > 1]
-    if not tensor.is_floating_point() or tensor.numel() > MOST_NUMBERS or len(set(wide)) < len(wide):
-        return False
-    return bool((tensor.detach().abs() < LARGE).all())
+def _ordinary(tensor: Tensor) -> Pieces | None:
+    """That all numbers are ordinary ones, as trained weights are."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
+        return None
+    least, most = tensor.detach().aminmax()
+    if -ACTIVATION <= least.item() and most.item() <= ACTIVATION:
+        return NUMBERS
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # not what is assumed of trained weights
 
 
 def _toeplitz(values: Tensor) -> Pieces | None:
@@ -59,42 +65,60 @@ def _toeplitz(values: Tensor) -> Pieces | None:
     cuts = [first + i for i in range(1, len(along)) if along[i] != along[i - 1]]
     if len(cuts) >= MOST_PIECES:
         return None
-    return joined(cuts, [Const(along[0]), *(Const(along[cut - first]) for cut in cuts)])
+    return joined(cuts, [constant(along[0]), *(constant(along[cut - first]) for cut in cuts)])
 
 
-def _constant_above(values: Tensor, diagonal: int) -> Fact | None:
+def _constant_above(values: Tensor, diagonal: int) -> Range | None:
     n = values.shape[-1]
     above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
     first = values[0, 0, n - 1]
-    return Const(first.item()) if bool((values == first).logical_or_(~above).all()) else None
+    return constant(first.item()) if bool((values == first).logical_or_(~above).all()) else None
 
 
 @dataclass
 class WatchedInput:
-    """One input whose values were read: where it stands, what it held, and what was found in it."""
+    """One input whose values were read: where it stands, and what was found in it.
+
+    `seen` is what it held; None of weights that are trained, which are assumed to stay ordinary numbers.
+    """
 
     position: int
-    seen: Fingerprint
     pattern: Pieces
+    seen: Fingerprint | None
+    address: int = 0
+
+    @staticmethod
+    def of(position: int, tensor: Tensor, pattern: Pieces) -> WatchedInput:
+        if tensor.requires_grad or not has_memory(tensor):
+            return WatchedInput(position, pattern, None)
+        return WatchedInput(position, pattern, Fingerprint.of(tensor, reads=_is_read(tensor, pattern)), tensor.data_ptr())
 
     def still_holds(self, tensor: Any) -> bool:
         """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
+        if self.seen is None:
+            return True
         if not isinstance(tensor, Tensor):
             return False
-        if self.seen.change(tensor) is None:
+        is_where_it_was = self.seen.sums is not None or tensor.data_ptr() == self.address
+        if is_where_it_was and self.seen.change(tensor) is None:
             return True
         if pattern_of(tensor) != self.pattern:
             return False
-        self.seen = Fingerprint.of(tensor)
+        again = WatchedInput.of(self.position, tensor, self.pattern)
+        self.seen, self.address = again.seen, again.address
         return True
 
 
+def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
+    """Whether an input is read at each call: masks and small tables are, frozen weights are told by version and address."""
+    return bool(pattern.cuts) or tensor.nbytes <= MOST_READ
+
+
 def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
-    """The inputs that hold a mask, among those that belong to the model (`held`) rather than to its caller."""
+    """The inputs of which something is known, among those that belong to the model (`held`) rather than to its caller."""
     watched = []
     for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
-        readable = belongs and has_memory(tensor) and tensor.nbytes <= MOST_BYTES
-        pattern = pattern_of(tensor) if readable else None
-        if pattern is not None:
-            watched.append(WatchedInput(position, Fingerprint.of(tensor), pattern))
+        pattern = pattern_of(tensor) if belongs and isinstance(tensor, Tensor) else None
+        if pattern is not None and (not pattern.cuts or tensor.nbytes <= MOST_BYTES):
+            watched.append(WatchedInput.of(position, tensor, pattern))
     return watched

@@ -34,10 +34,10 @@ class Fingerprint:
     sums: Tensor | None = None
 
     @staticmethod
-    def of(tensor: Tensor) -> Fingerprint:
-        """What is seen of a tensor now. Reads all its bytes; asks nothing of the device."""
+    def of(tensor: Tensor, reads: bool = True) -> Fingerprint:
+        """What is seen of a tensor now. Reads all its bytes, unless it `reads` none; asks nothing of the device."""
         layout, version = _layout(tensor), _version(tensor)
-        if not has_memory(tensor):
+        if not reads or not has_memory(tensor):
             return Fingerprint(layout, version)
         return Fingerprint(layout, version, tensor.untyped_storage().nbytes(), checksum(tensor))
 

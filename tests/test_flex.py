@@ -167,7 +167,7 @@ def hidden_by_score(block: Block) -> Score:
 
 SCORES = {
     "slopes": Case({"mask": causal, "score": slopes}, CAUSAL),
-    "learned slopes": Case({"mask": causal, "score": learned_slopes}, MASKED),  # a parameter may be anything
+    "learned slopes": Case({"mask": causal, "score": learned_slopes}, CAUSAL),
     "softcap": Case({"mask": window, "score": softcap}, WINDOW),
     "table of distances": Case({"mask": causal, "score": relative}, CAUSAL),
     "mask in the score": Case({"score": hidden_by_score}, CAUSAL),

@@ -63,6 +63,12 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
+    """What is trained, activations that are handed in and get a gradient, and the gradients that come in."""
+    pairs = zip(joint.primals, joint.gradients, strict=False)
+    return frozenset(joint.tangents) | {primal for primal, gradient in pairs if isinstance(gradient, fx.Node)}
+
+
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
     """What the forward half makes of the primals that get a gradient, and these."""
     found = {primal for primal, gradient in zip(joint.inputs, joint.gradients, strict=False) if isinstance(gradient, fx.Node)}

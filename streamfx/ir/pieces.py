@@ -13,44 +13,22 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-SWAMPS = -1e30  # a bias at least this negative leaves exactly nothing of any score
-SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
-
-
-@dataclass(frozen=True)
-class Const:
-    """The same number for every row and key of the interval."""
-
-    value: float | bool
-
-    def is_zero(self) -> bool:
-        return self.value == 0
-
+from streamfx.ir.ranges import Range, constant, hull
 
 @dataclass(frozen=True)
 class Slope:
-    """factor * delta + offset."""
+    """factor * delta + offset, a whole number that its type holds as it is."""
 
     factor: int
     offset: int
 
-
-class Unknown:
-    """Nothing is known: it may be anything, minus infinity included."""
-
-    def __repr__(self) -> str:
-        return "?"
+    def within(self, reach: int) -> Range:
+        """Its range where delta is in [-reach, reach]."""
+        most = abs(self.factor) * reach
+        return Range(self.offset - most, self.offset + most)
 
 
-class Ordinary(Unknown):
-    """A computed number like any other: finite, and never a stand-in for minus infinity."""
-
-    def __repr__(self) -> str:
-        return "x"
-
-
-UNKNOWN, ORDINARY = Unknown(), Ordinary()
-Fact: TypeAlias = "Const | Slope | Unknown"
+Fact: TypeAlias = "Range | Slope"
 
 
 @dataclass(frozen=True)
@@ -81,7 +59,9 @@ def everywhere(fact: Fact) -> Pieces:
     return Pieces((), (fact,))
 
 
-NUMBERS = everywhere(ORDINARY)  # what is known of a tensor of plain numbers, without rows and keys
+def hull_of(pieces: Pieces, reach: int) -> Range:
+    """The range of all facts, where delta is in [-reach, reach]."""
+    return hull(*(fact.within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
 
 
 def joined(cuts: Sequence[int], facts: Sequence[Fact]) -> Pieces:
@@ -115,12 +95,12 @@ def combined(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
     """Where `factor * delta + offset <relation> value` holds, as pieces of truth values."""
     if slope.factor == 0 or not math.isfinite(value):
-        return everywhere(Const(_relation(relation, slope.offset, value)))
+        return everywhere(constant(_relation(relation, slope.offset, value)))
     edge = (Fraction(value) - slope.offset) / slope.factor
     if slope.factor < 0:
         relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
     at, above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge
-    yes, no = Const(True), Const(False)
+    yes, no = constant(True), constant(False)
     match relation:
         case "lt":
             return Pieces((at,), (yes, no))

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from streamfx.ir.pieces import SWAMPS, SWAMPS_HALF
+from streamfx.ir.ranges import SWAMPS, SWAMPS_HALF
 
 LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
 

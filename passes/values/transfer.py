@@ -1,0 +1,235 @@
+"""How a transfer function is written down and looked up.
+
+A row of the table says what an operator makes of ranges. It names the arguments that it knows; a call that gives any other is not
+covered by it. Nothing is known of what an operator without a row makes, but its type.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_size, is_tensor, results_of, shape_of_node
+from streamfx.ir.ranges import LONGEST, Range, constant, everything, in_type
+from streamfx.ir.sizes import Size, size_of
+from streamfx.torch_private import unset_fake_temporarily
+
+Reader: TypeAlias = "Callable[[fx.Node], Range]"
+Transfer: TypeAlias = "Callable[..., Range | tuple[Range, ...]]"
+
+# What these say of a result is not in its numbers.
+WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
+CONDITIONS = frozenset({"condition", "mask"})  # arguments that are no operands of the arithmetic
+
+
+@dataclass(frozen=True)
+class Row:
+    """A transfer function; `names` are the arguments that it takes, `elementwise` operators get them as ranges in one type."""
+
+    function: Transfer
+    names: frozenset[str]
+    elementwise: bool
+    is_exact: bool = True
+
+    @property
+    def takes_call(self) -> bool:
+        return not self.elementwise or "call" in inspect.signature(self.function).parameters
+
+
+TRANSFERS: dict[Any, Row] = {}
+
+
+def elementwise(*operators: Any, exact: bool = True) -> Callable[[Transfer], Transfer]:
+    """Register a function of ranges, named as the operator's arguments are. `exact`: every device rounds the result alike."""
+
+    def register(function: Transfer) -> Transfer:
+        names = frozenset(inspect.signature(function).parameters) - {"call"}
+        for operator in operators:
+            TRANSFERS[operator] = Row(function, names, True, exact)
+        return function
+
+    return register
+
+
+def structural(*operators: Any, takes: str) -> Callable[[Transfer], Transfer]:
+    """Register a function of a `Call`, for operators that see more than one element; `takes` names the arguments it knows."""
+
+    def register(function: Transfer) -> Transfer:
+        for operator in operators:
+            TRANSFERS[operator] = Row(function, frozenset(takes.split()), False)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node as a transfer function sees it."""
+
+    node: fx.Node
+    reader: Reader
+    arguments: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        result = results_of(self.node)[0]
+        assert result is not None
+        return result.dtype
+
+    def range(self, name: str) -> Range:
+        """The range of a tensor, a number or a size."""
+        return range_of_argument(self.arguments[name], self.reader)
+
+    def ranges(self, name: str) -> list[Range]:
+        """Those of a list of tensors."""
+        return [range_of_argument(item, self.reader) for item in self.arguments[name]]
+
+    def shape(self, name: str) -> tuple[Size, ...]:
+        return shape_of_node(self.arguments[name])
+
+
+def range_of_argument(item: Any, reader: Reader) -> Range:
+    """What is known of an argument that stands for numbers."""
+    if is_tensor(item):
+        return reader(item)
+    if is_size(item):
+        return _range_of_size(item.meta["val"])
+    return constant(item)
+
+
+def _range_of_size(value: Any) -> Range:
+    if isinstance(value, (bool, int, float)):
+        return constant(value)
+    if isinstance(value, torch.SymInt):
+        return range_of_length(size_of(value))
+    return everything(torch.bool if isinstance(value, torch.SymBool) else torch.float64)
+
+
+def range_of_length(size: Size) -> Range:
+    """A size that is a symbol is at most `LONGEST`; nothing is known of what is computed from such."""
+    if isinstance(size, int):
+        return constant(size)
+    return Range(0, LONGEST) if isinstance(size, sympy.Symbol) else everything(torch.int64)
+
+
+def count_of(*sizes: Size) -> int | float:
+    """How many elements there are at the most."""
+    return reduce(lambda a, b: a * b, (max(range_of_length(size).high, 0) for size in sizes), 1)
+
+
+def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
+    """The range of each result of an operator, given those of its operands."""
+    results = results_of(node)
+    unknown = tuple(everything(torch.float64 if result is None else result.dtype) for result in results)
+    row = TRANSFERS.get(node.target)
+    if row is None or any(result is None or result.dtype.is_complex for result in results[:1]):
+        return unknown
+    arguments = named_arguments(node, row.names)
+    if arguments is None:
+        return unknown
+    known = _elementwise(node, row, arguments, reader) if row.elementwise else row.function(Call(node, reader, arguments))
+    found = known if isinstance(known, tuple) else (known,)
+    return tuple(
+        everything(torch.float64) if result is None else in_type(item, result.dtype)
+        for item, result in zip((*found, *unknown[len(found) :]), results, strict=True)
+    )
+
+
+def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
+    """A node's arguments by name, defaults filled in; None where one is given that is not named."""
+    arguments: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args) and not argument.kwarg_only:
+            value = node.args[position]
+        else:
+            value = node.kwargs.get(argument.name, argument.default_value)
+        if argument.name in names:
+            arguments[argument.name] = value
+        elif argument.name not in WITHOUT_MEANING and not _is_same(value, argument.default_value):
+            return None
+    return arguments
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, fx.Node) and value == default)
+
+
+def _elementwise(node: fx.Node, row: Row, arguments: dict[str, Any], reader: Reader) -> Range | tuple[Range, ...]:
+    """An operator on elements computes in one type: what its operands are in that type is what counts."""
+    dtype = computed_in(node, arguments)
+    if dtype is None:
+        return ()
+    known = {name: range_of_argument(item, reader) for name, item in arguments.items() if _is_numeric(item)}
+    folded = _folded(node, row, known) if all(item.constant is not None for item in known.values()) else None
+    if folded is not None:
+        return folded
+    converted = {name: item if name in CONDITIONS else in_type(item, dtype) for name, item in known.items()}
+    more = {"call": Call(node, reader, arguments)} if row.takes_call else {}
+    return row.function(**{**arguments, **converted, **more})
+
+
+def _is_numeric(item: Any) -> bool:
+    return is_tensor(item) or is_size(item) or isinstance(item, (bool, int, float))
+
+
+def computed_in(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that an operator converts its operands to: that of its result, or what its operands have in common."""
+    result = results_of(node)[0]
+    assert result is not None
+    if result.dtype != torch.bool:
+        return result.dtype
+    operands = [_for_type(item) for name, item in arguments.items() if name not in CONDITIONS and _is_numeric(item)]
+    if len(operands) == 1 and isinstance(operands[0], torch.Tensor):
+        return operands[0].dtype
+    dtype = torch.result_type(*operands) if len(operands) == 2 else torch.complex64
+    return None if dtype.is_complex else dtype
+
+
+def _for_type(item: Any) -> Any:
+    """A stand-in whose type and rank count as those of the argument do."""
+    if is_tensor(item):
+        value = item.meta["val"]
+        return torch.empty((0,) * value.dim(), dtype=value.dtype, device="cpu")
+    if is_size(item):
+        value = item.meta["val"]
+        return value if isinstance(value, (bool, int, float)) else (1.0 if isinstance(value, torch.SymFloat) else 1)
+    return item
+
+
+def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None:
+    """The operator itself, on numbers that are all known."""
+
+    def stand_in(item: fx.Node) -> Any:
+        number = numbers[item]
+        return torch.full((1,) * item.meta["val"].dim(), number, dtype=item.meta["val"].dtype, device="cpu") if is_tensor(item) else number
+
+    named = named_arguments(node, row.names) or {}
+    numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}
+    expected = results_of(node)[0]
+    if expected is None or not any(is_tensor(item) for item in numbers) or len(numbers) < len(set(node.all_input_nodes)):
+        return None
+    with unset_fake_temporarily():
+        try:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
+            kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError):
+            return None
+        if not isinstance(result, torch.Tensor) or result.dtype != expected.dtype or result.numel() != 1:
+            return None
+        return constant(result.item()) if row.is_exact else about(result.item())
+
+
+def about(number: float) -> Range:
+    """A function's value: devices round it differently in the last digits."""
+    if number in (0, 1) or number != number or math.isinf(number):
+        return constant(number)
+    return Range(number - 1e-3 * abs(number), number + 1e-3 * abs(number))
