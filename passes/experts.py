@@ -11,7 +11,6 @@ sorted to the front, but not be counted) from what the numbers are: positions of
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,31 +22,11 @@ from streamfx.passes.fillers import fill_of
 from streamfx.passes.permutations import Orders, Reordered
 from streamfx.passes.row_numbers import VIEWS, counts_up, size_arguments
 from streamfx.passes.rules.registry import WHY_WHOLE
+from streamfx.passes.values.casts import RESHAPED, SAME_SHAPES, behind_copies, is_whole
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
 aten = torch.ops.aten
-SAME_NUMBERS = (*VIEWS, aten.clone.default, aten.unsqueeze.default, aten._to_copy.default)
-POSITIONS: dict[Any, int] = {  # operators with results that are positions, by the number of that result
-    aten.topk.default: 1,
-    aten.sort.default: 1,
-    aten.sort.stable: 1,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-}
-POSITION_ALONE = (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable, aten.arange.default)
-CHOSEN: dict[Any, Callable[[fx.Node], tuple[Any, ...]]] = {  # the arguments that a result's numbers are taken from
-    aten.slice.Tensor: lambda node: node.args[:1],
-    aten.select.int: lambda node: node.args[:1],
-    aten.gather.default: lambda node: node.args[:1],
-    aten.expand.default: lambda node: node.args[:1],
-    aten.masked_fill.Scalar: lambda node: (node.args[0], node.args[2]),
-    aten.masked_fill.Tensor: lambda node: (node.args[0], node.args[2]),
-    aten.where.self: lambda node: node.args[1:3],
-    aten.cat.default: lambda node: tuple(node.args[0]),  # type: ignore[arg-type]
-    aten.stack.default: lambda node: tuple(node.args[0]),  # type: ignore[arg-type]
-    aten.add.Tensor: lambda node: (*node.args[:2], node.kwargs.get("alpha", 1)),
-    aten.mul.Tensor: lambda node: node.args[:2],
-}
+SAME_NUMBERS = SAME_SHAPES | RESHAPED
 
 
 def product(orders: Orders, node: fx.Node) -> None:
@@ -99,14 +78,14 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
 def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
     """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
     keys = orders.sorted_by[order]
-    if count == 1 and _counts_all(ends, keys):
+    if count == 1 and _counts_all(orders, ends, keys):
         writer, own = orders.writer.before(node), keys.meta["val"]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
     counted = _counted(orders, ends, count)
-    if counted is None or _same_numbers(counted) is not _same_numbers(keys):
+    if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):
         _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
         return None
-    if not is_not_negative(keys):
+    if orders.values.of(keys).low < 0:
         _whole(node, "the numbers of its groups may be negative as far as the graph tells, and such rows have no group")
         return None
     return keys
@@ -116,9 +95,9 @@ def _whole(node: fx.Node, reason: str) -> None:
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
-def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
+def _counts_all(orders: Orders, ends: fx.Node, keys: fx.Node) -> bool:
     """Whether a single group ends with the last row: a histogram without bounds counts all, whatever their numbers are."""
-    counts = _summed(ends)
+    counts = _summed(orders, ends)
     if counts is None or counts.target is not aten.histc.default:
         return False
     arguments = bound_arguments(counts)
@@ -126,30 +105,27 @@ def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
     return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and all_of_them
 
 
-def _summed(ends: fx.Node) -> fx.Node | None:
-    """What `ends` is the running sum of."""
-    while ends.target is aten._to_copy.default:
-        ends = node_argument(ends)
-    if ends.target is not aten.cumsum.default or len(shape_of_node(ends)) != 1:
+def _summed(orders: Orders, ends: fx.Node) -> fx.Node | None:
+    """What `ends` is the running sum of, in types that hold all sums."""
+    ends = behind_copies(ends, orders.values)
+    if ends.target is not aten.cumsum.default or len(shape_of_node(ends)) != 1 or not is_whole(ends, orders.values):
         return None
-    counts = node_argument(ends)
-    while counts.target is aten._to_copy.default:
-        counts = node_argument(counts)
-    return counts
+    counts = behind_copies(node_argument(ends), orders.values)
+    return counts if is_whole(counts, orders.values) else None
 
 
 def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
     """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
-    counts = _summed(ends)
+    counts = _summed(orders, ends)
     if counts is None:
         return None
     if counts in orders.restored:
         counts = orders.restored[counts].twin
     counter = COUNTERS.get(counts.target)
-    return None if counter is None else counter(counts, count)
+    return None if counter is None else counter(orders, counts, count)
 
 
-def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
+def _histogram(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count]."""
     arguments = bound_arguments(counts)
     bins, low, high = arguments["bins"], arguments["min"], arguments["max"]
@@ -157,7 +133,7 @@ def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
     return node_argument(counts) if fits else None
 
 
-def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
+def _ones_added(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     """zeros.index_add(0, numbers, ones)"""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
@@ -165,43 +141,23 @@ def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
     return arguments["index"] if fits else None
 
 
-def _equals_summed(counts: fx.Node, count: Any) -> fx.Node | None:
+def _equals_summed(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
-    source, dims = node_argument(counts), bound_arguments(counts)["dim"]
-    while source.target is aten._to_copy.default:
-        source = node_argument(source)
+    source, dims = behind_copies(node_argument(counts), orders.values), bound_arguments(counts)["dim"]
     if source.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(source)) != 2:
         return None
     numbers, candidates = source.args
+    if numbers.meta["val"].dtype != candidates.meta["val"].dtype:  # type: ignore[union-attr]
+        return None
     column, row = node_argument(source), candidates
     is_table = counts_up(row) and shape_of_node(row) == (count,)  # type: ignore[arg-type]
     is_column = column.target in (aten.unsqueeze.default, *VIEWS) and shape_of_node(column)[1] == 1
     return numbers if is_table and is_column else None  # type: ignore[return-value]
 
 
-def _same_numbers(node: fx.Node) -> fx.Node:
-    """The node behind views and changes of type, which keep small whole numbers what they are, if not their shape."""
-    while node.target in SAME_NUMBERS:
-        node = node_argument(node)
-    return node
-
-
-def is_not_negative(node: Any) -> bool:
-    """Whether all numbers of a value are provably 0 or more: positions, constants, and what is chosen among them or added up."""
-    if not isinstance(node, fx.Node):
-        return isinstance(node, (int, float)) and node >= 0
-    node = _same_numbers(node)
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return POSITIONS.get(node_argument(node).target) == node.args[1]
-    fill = fill_of(node)
-    if node.target in POSITION_ALONE or fill is not None:
-        return fill is None or fill >= 0
-    if node.target is aten.clamp.default:
-        return is_not_negative(bound_arguments(node)["min"]) or is_not_negative(node.args[0])
-    chosen = CHOSEN.get(node.target)
-    return chosen is not None and all(is_not_negative(item) for item in chosen(node))
+def _same_numbers(orders: Orders, node: fx.Node) -> fx.Node:
+    """The value behind views and changes of type that keep its numbers what they are, if not their shape."""
+    return behind_copies(node, orders.values, SAME_NUMBERS)
 
 
 COUNTERS: dict[Any, Any] = {

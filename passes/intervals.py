@@ -25,7 +25,8 @@ COMPARISONS = {
     for overload in ("Tensor", "Scalar")
 }
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-SAME = frozenset({aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default})
+COPIES = (aten._to_copy, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy)
+SAME = frozenset(packet.default for packet in COPIES)
 
 
 class Intervals:

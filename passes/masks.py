@@ -45,7 +45,7 @@ from streamfx.runtime.kernels import ATTENTION
 
 aten = torch.ops.aten
 
-# Operators along other dimensions than rows and keys, or with a product beside them: what they make of an interval is told by ranges.
+# Operators along other dimensions than rows and keys, or with a product beside them: ranges tell what they make of an interval.
 REDUCES_OTHERS = frozenset(
     {
         aten.sum.dim_IntList,
@@ -265,7 +265,8 @@ class Masks:
         sign = 1 if last is Role.KEYS else -1  # column - row = sign * delta, up to the axes' own offsets
         relation = "le" if node.target is aten.tril.default else "ge"
         kept = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
-        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, self._operand(source, node))
+        known = self._operand(source, node)
+        return combined(lambda keep, fact: everywhere(fact if keep == constant(True) else constant(0)), kept, known)
 
     def _offsets(self, node: fx.Node) -> int | None:
         """Offset of the keys' axis minus offset of the rows' axis."""

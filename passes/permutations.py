@@ -28,6 +28,7 @@ from streamfx.passes.building import GraphWriter
 from streamfx.passes.fillers import is_zero
 from streamfx.passes.row_numbers import counts_up, looked_up_by_number, row_index, size_arguments
 from streamfx.passes.rules.registry import WHY_WHOLE, Call, rule_for
+from streamfx.passes.values import Values
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
@@ -51,7 +52,7 @@ class Orders:
     """Values of a graph in an order of their rows that some operator made, and what they are in the old order."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.writer = graph, GraphWriter(graph)
+        self.graph, self.writer, self.values = graph, GraphWriter(graph), Values()
         self.reordered: dict[fx.Node, Reordered] = {}
         self.restored: dict[fx.Node, Reordered] = {}  # values that do not depend on the order, and their twins
         self.inverse: dict[fx.Node, fx.Node] = {}  # permutations that undo an order

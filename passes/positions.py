@@ -13,7 +13,7 @@ from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shap
 from streamfx.ir.ranges import Range, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.passes.values import Values
-from streamfx.passes.values.transfer import count_of, named_arguments, range_of_argument
+from streamfx.passes.values.transfer import longest, named_arguments, range_of_argument
 
 aten = torch.ops.aten
 NUMBERS = (torch.int64, torch.int32)  # of indices: truth values and bytes are masks
@@ -40,7 +40,7 @@ class Positions:
         return self._known.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
-        """Whether a value is affine. Arithmetic that wraps or rounds is no arithmetic on indices: each type has to hold its numbers."""
+        """Whether a value is affine. Arithmetic that wraps or rounds is none on indices: each type has to hold its numbers."""
         rule = _RULES.get(node.target)
         found = rule(node, self) if rule is not None else None
         self._known[node] = None
@@ -73,7 +73,7 @@ class Positions:
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
     """The range of an affine vector."""
-    last = 0 if affine.dim is None else affine.factor * max(int(count_of(shape[affine.dim])) - 1, 0)
+    last = 0 if affine.dim is None else affine.factor * max(longest(shape[affine.dim]) - 1, 0)
     return Range(affine.offset + min(last, 0), affine.offset + max(last, 0))
 
 

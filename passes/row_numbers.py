@@ -16,12 +16,16 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.passes.building import GraphWriter
 from streamfx.passes.fillers import is_zero
+from streamfx.passes.values.transfer import longest
 
 aten = torch.ops.aten
 SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
+NUMBERS = (torch.int64, torch.int32)  # types of row numbers
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -56,12 +60,14 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     times = repeats(index, shape_of_node(base)[0])
     expected = (*shape_of_node(index), *shape_of_node(base)[1:])
-    if times is None or shape_of_node(rows) != expected or rows.meta["val"].dtype != node.meta["val"].dtype:
+    dtype = node.meta["val"].dtype
+    if times is None or shape_of_node(rows) != expected or rows.meta["val"].dtype != dtype or dtype == torch.bool:
         return None
     if times == 1:
         return rows  # type: ignore[no-any-return]
     sizes = size_arguments(base, writer)
-    return writer.call(aten.sum.dim_IntList, writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]]), [1])
+    apart = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
+    return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)  # small integers would become int64
 
 
 def rows_of_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -103,18 +109,26 @@ def row_index(node: fx.Node) -> fx.Node | None:
 
 
 def repeats(index: fx.Node, rows: Size) -> int | None:
-    """k, where a vector is 0, 1, ... `rows` - 1, each number k times."""
-    while index.target in SAME_NUMBERS and not index.meta["val"].is_floating_point():
+    """k, where a vector of row numbers is 0, 1, ... `rows` - 1, each number k times."""
+    if index.meta["val"].dtype not in NUMBERS:  # truth values and bytes are masks
+        return None
+    while index.target in SAME_NUMBERS and _holds(index, rows):
         index = node_argument(index)
     times: Any = None
     if counts_up(index):
         times = 1
-    elif index.target is aten.floor_divide.default and counts_up(index.args[0]):
+    elif index.target is aten.floor_divide.default and counts_up(index.args[0]) and _holds(index, rows):
         times = index.args[1]
     elif index.target in VIEWS:
         times = _spread(node_argument(index))
     known = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
     return times if known else None
+
+
+def _holds(node: fx.Node, rows: Size) -> bool:
+    """Whether the type of a vector of row numbers, and that of what it is made of, hold all of them."""
+    types = [node.meta["val"].dtype, node_argument(node).meta["val"].dtype]
+    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
 
 
 def _spread(node: fx.Node) -> Size | None:
@@ -129,15 +143,12 @@ def _spread(node: fx.Node) -> Size | None:
 
 
 def counts_up(node: Any) -> bool:
-    """Whether a vector is 0, 1, 2 ..."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return False
-    if node.target is aten.arange.default:
-        return True
-    if node.target not in (aten.arange.start, aten.arange.start_step):
+    """Whether a vector is 0, 1, 2 ..., all of which its type holds."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
         return False
     arguments = bound_arguments(node)
-    return bool(arguments["start"] == 0 and arguments.get("step", 1) == 1)
+    from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
+    return bool(from_zero and is_exact_in(node.meta["val"].dtype, 0, longest(shape_of_node(node)[0])))
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:

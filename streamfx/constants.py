@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Buffer, Parameter
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Buffer, Parameter
 
 from streamfx.fingerprint import MOST_BYTES, Fingerprint, has_memory
 from streamfx.ir.pieces import Pieces, everywhere, joined
@@ -54,7 +54,7 @@ def _ordinary(tensor: Tensor) -> Pieces | None:
     if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
         return None
     least, most = tensor.detach().aminmax()
-    if -ACTIVATION <= least.item() and most.item() <= ACTIVATION:
+    if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
         return NUMBERS
     return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # not what is assumed of trained weights
 

@@ -17,7 +17,7 @@ from streamfx.passes.values.transfer import applied
 
 
 class Values:
-    """Ranges by value. `trained` are the sources that get a gradient: they are taken for ordinary numbers, and so are tangents."""
+    """Ranges by value. `trained` are the sources that are taken for ordinary numbers: those that get a gradient, and tangents."""
 
     def __init__(self, trained: Collection[fx.Node] = ()) -> None:
         self._trained = frozenset(trained)
@@ -65,4 +65,3 @@ class Values:
         if isinstance(pattern, Pieces):
             return hull_of(pattern, LONGEST)
         return activation(dtype) if node in self._trained else everything(dtype)
-

@@ -32,7 +32,11 @@ def _rising(function: Callable[[float], float], low: Number = -INFINITY, high: N
 def _rough(low: Number, high: Number, nan: bool = False) -> Range:
     if low != low or high != high:
         return ANYTHING
-    return Range(low - ROUGH * abs(low) if math.isfinite(low) else low, high + ROUGH * abs(high) if math.isfinite(high) else high, nan)
+    return Range(_widened(low, -ROUGH), _widened(high, ROUGH), nan)
+
+
+def _widened(value: Number, share: float) -> Number:
+    return value + share * abs(value) if math.isfinite(value) else value
 
 
 def _value(function: Callable[[float], float], x: Number) -> float:
@@ -97,20 +101,22 @@ def _relu(self: Range) -> Range:
 
 
 @elementwise(aten.hardtanh.default)
-def _hardtanh(self: Range, min_val: Range = constant(-1), max_val: Range = ONE) -> Range:
+def _hardtanh(self: Range, min_val: Range, max_val: Range) -> Range:
     return Range(min(max(self.low, min_val.low), max_val.high), max(min(self.high, max_val.high), min_val.low), self.nan)
 
 
 @elementwise(aten.softplus.default, exact=False)
-def _softplus_of(self: Range, beta: Range = ONE, threshold: Range = constant(20)) -> Range:
-    if beta != ONE or threshold.constant != 20:
-        return ANYTHING
-    return _rough(_value(_softplus, self.low), _value(_softplus, self.high), self.nan)
+def _softplus_of(self: Range, beta: Range, threshold: Range) -> Range:
+    return _softplus_range(self) if beta == ONE and threshold.constant == 20 else ANYTHING
+
+
+def _softplus_range(known: Range) -> Range:
+    return _rough(_value(_softplus, known.low), _value(_softplus, known.high), known.nan)
 
 
 @elementwise(aten.log_sigmoid_forward.default, exact=False)
 def _log_sigmoid(self: Range) -> Range:
-    return negated(_softplus_of(negated(self)))
+    return negated(_softplus_range(negated(self)))
 
 
 @elementwise(aten.sin.default, aten.cos.default, exact=False)
@@ -119,20 +125,20 @@ def _wave(self: Range) -> Range:
 
 
 @elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
-def _gated(self: Range, approximate: Any = "none") -> Range:
+def _gated(self: Range, approximate: Any = None) -> Range:
     """x times a share of it: no less than -0.31, no more than x."""
     nan = self.nan or math.isinf(self.magnitude)
     return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
 
 
 @elementwise(aten.leaky_relu.default)
-def _leaky_relu(self: Range, negative_slope: Range = constant(0.01)) -> Range:
+def _leaky_relu(self: Range, negative_slope: Range) -> Range:
     return hull(self, times(self, negative_slope))
 
 
 @elementwise(aten.elu.default, exact=False)
-def _elu(self: Range, alpha: Range = ONE) -> Range:
-    if alpha != ONE:
+def _elu(self: Range, alpha: Range, scale: Range, input_scale: Range) -> Range:
+    if alpha != ONE or scale != ONE or input_scale != ONE:
         return ANYTHING
     return _rough(max(self.low, -1) if self.low < 0 else self.low, max(self.high, 0), self.nan)
 
@@ -233,5 +239,3 @@ def _log_sigmoid_backward(call: Call, grad_output: Range, self: Range, buffer: R
 @elementwise(aten.hardtanh_backward.default)
 def _hardtanh_backward(call: Call, grad_output: Range, self: Range, min_val: Range, max_val: Range) -> Range:
     return hull(grad_output, constant(0))
-
-

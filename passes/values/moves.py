@@ -8,7 +8,7 @@ import torch
 
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import LONGEST, Range, activation, constant, everything, hull
-from streamfx.passes.values.transfer import Call, range_of_argument, range_of_length, structural
+from streamfx.passes.values.transfer import Call, longest, range_of_argument, structural
 
 aten = torch.ops.aten
 ZERO = constant(0)
@@ -91,7 +91,7 @@ def positions(call: Call, dim: int | None) -> Range:
     shape = call.shape("self")
     if dim is None or not shape:
         return Range(0, LONGEST)
-    return Range(0, max(range_of_length(shape[dim % len(shape)]).high - 1, 0))
+    return Range(0, max(longest(shape[dim % len(shape)]) - 1, 0))
 
 
 def _all_results(call: Call) -> tuple[Range, ...]:
@@ -226,7 +226,7 @@ def _counted(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range
         return Range(low - reach, high + reach)
     if step.low > 0:
         return Range(start.low, max(start.high, end.high - 1))
-    return Range(min(start.low, end.low + 1), start.high) if step.high < 0 else Range(min(start.low, end.low), max(start.high, end.high))
+    return Range(min(start.low, end.low + 1), start.high)
 
 
 @structural(aten.rand.default, takes="size dtype")

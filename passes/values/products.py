@@ -13,9 +13,9 @@ from torch import fx
 
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.ranges import TAME, Range, activation, everything, hull
+from streamfx.passes.linear import unpacks
 from streamfx.passes.values.arithmetic import plus, times
 from streamfx.passes.values.moves import ZERO
-from streamfx.passes.linear import unpacks
 from streamfx.passes.values.transfer import Call, Reader, structural
 from streamfx.report.flops import PACKED
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
@@ -101,7 +101,7 @@ def _attention(call: Call) -> tuple[Range, ...]:
 
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
-    """Products with a packed weight, and weights that are unpacked: ordinary numbers, where all that is packed belongs to the model."""
+    """Products with a packed weight, and unpacked weights: ordinary numbers, where all that is packed belongs to the model."""
     if not isinstance(node.target, torch._ops.OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
         return None
     operands = tensor_operands(node)

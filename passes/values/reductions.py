@@ -15,6 +15,7 @@ from streamfx.passes.values.moves import ZERO
 from streamfx.passes.values.transfer import Call, count_of, structural
 
 aten = torch.ops.aten
+MOST_COUNTED = 2**24  # float32 counts no further
 MORE = 1.01  # sums in a type of few digits may come out a little larger
 
 
@@ -165,7 +166,10 @@ def _scaled(call: Call, known: Range) -> Range:
 
 @structural(aten.histc.default, takes="self bins min max")
 def _histogram(call: Call) -> Range:
-    return Range(0, count_of(*call.shape("self")))
+    """In the type of what is counted. Where the size is not known, eager's own counts are taken to be right."""
+    shape = call.shape("self")
+    count = count_of(*shape)
+    return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))
 
 
 @structural(aten.bincount.default, takes="self minlength")
@@ -183,4 +187,3 @@ def _index_add(call: Call) -> Range:
 def _scatter_add(call: Call) -> Range:
     added = summed(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
     return plus(call.range("self"), added)
-

@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, TypeAlias
 
 import sympy
@@ -108,21 +107,22 @@ def range_of_argument(item: Any, reader: Reader) -> Range:
 def _range_of_size(value: Any) -> Range:
     if isinstance(value, (bool, int, float)):
         return constant(value)
-    if isinstance(value, torch.SymInt):
-        return range_of_length(size_of(value))
-    return everything(torch.bool if isinstance(value, torch.SymBool) else torch.float64)
-
-
-def range_of_length(size: Size) -> Range:
-    """A size that is a symbol is at most `LONGEST`; nothing is known of what is computed from such."""
+    if not isinstance(value, torch.SymInt):
+        return everything(torch.bool if isinstance(value, torch.SymBool) else torch.float64)
+    size = size_of(value)
     if isinstance(size, int):
         return constant(size)
     return Range(0, LONGEST) if isinstance(size, sympy.Symbol) else everything(torch.int64)
 
 
-def count_of(*sizes: Size) -> int | float:
+def longest(size: Size) -> int:
+    """How long a dimension is at the most."""
+    return size if isinstance(size, int) else LONGEST
+
+
+def count_of(*sizes: Size) -> int:
     """How many elements there are at the most."""
-    return reduce(lambda a, b: a * b, (max(range_of_length(size).high, 0) for size in sizes), 1)
+    return math.prod(longest(size) for size in sizes)
 
 
 def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
@@ -208,8 +208,8 @@ def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None
     """The operator itself, on numbers that are all known."""
 
     def stand_in(item: fx.Node) -> Any:
-        number = numbers[item]
-        return torch.full((1,) * item.meta["val"].dim(), number, dtype=item.meta["val"].dtype, device="cpu") if is_tensor(item) else number
+        value, number = item.meta["val"], numbers[item]
+        return torch.full((1,) * value.dim(), number, dtype=value.dtype, device="cpu") if is_tensor(item) else number
 
     named = named_arguments(node, row.names) or {}
     numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}

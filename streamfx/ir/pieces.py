@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from streamfx.ir.ranges import Range, constant, hull
 
+
 @dataclass(frozen=True)
 class Slope:
     """factor * delta + offset, a whole number that its type holds as it is."""
