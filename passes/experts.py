@@ -18,11 +18,13 @@ from torch import fx
 
 from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.ranges import LONGEST, is_exact_in
+from streamfx.ir.sizes import Size
 from streamfx.passes.fillers import fill_of
 from streamfx.passes.permutations import Orders, Reordered
 from streamfx.passes.row_numbers import VIEWS, counts_up, size_arguments
 from streamfx.passes.rules.registry import WHY_WHOLE
-from streamfx.passes.values.casts import RESHAPED, SAME_SHAPES, behind_copies, is_whole
+from streamfx.passes.values.casts import RESHAPED, SAME_SHAPES, behind_copies
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
 aten = torch.ops.aten
@@ -78,10 +80,10 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
 def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:
     """The group of each row, if the order sorts by it and `ends` are where each of `count` groups ends."""
     keys = orders.sorted_by[order]
-    if count == 1 and _counts_all(orders, ends, keys):
+    if count == 1 and _counts_all(ends, keys):
         writer, own = orders.writer.before(node), keys.meta["val"]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
-    counted = _counted(orders, ends, count)
+    counted = _counted(orders, ends, count, keys)
     if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):
         _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
         return None
@@ -95,37 +97,57 @@ def _whole(node: fx.Node, reason: str) -> None:
     node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
 
 
-def _counts_all(orders: Orders, ends: fx.Node, keys: fx.Node) -> bool:
+def _counts_all(ends: fx.Node, keys: fx.Node) -> bool:
     """Whether a single group ends with the last row: a histogram without bounds counts all, whatever their numbers are."""
-    counts = _summed(orders, ends)
-    if counts is None or counts.target is not aten.histc.default:
+    found = _summed(ends, shape_of_node(keys))
+    if found is None or found.target is not aten.histc.default:
         return False
-    arguments = bound_arguments(counts)
-    all_of_them = sizes.product(shape_of_node(node_argument(counts))) == sizes.product(shape_of_node(keys))
+    arguments = bound_arguments(found)
+    all_of_them = sizes.product(shape_of_node(node_argument(found))) == sizes.product(shape_of_node(keys))
     return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and all_of_them
 
 
-def _summed(orders: Orders, ends: fx.Node) -> fx.Node | None:
-    """What `ends` is the running sum of, in types that hold all sums."""
-    ends = behind_copies(ends, orders.values)
-    if ends.target is not aten.cumsum.default or len(shape_of_node(ends)) != 1 or not is_whole(ends, orders.values):
+def _summed(ends: fx.Node, counted: tuple[Size, ...]) -> fx.Node | None:
+    """What `ends` is the running sum of, where all types between hold every number up to that of what is counted."""
+    types = [ends.meta["val"].dtype]
+
+    def behind(node: fx.Node) -> fx.Node:
+        while node.target is aten._to_copy.default:
+            node = node_argument(node)
+            types.append(node.meta["val"].dtype)
+        return node
+
+    total = behind(ends)
+    if total.target is not aten.cumsum.default or len(shape_of_node(total)) != 1:
         return None
-    counts = behind_copies(node_argument(ends), orders.values)
-    return counts if is_whole(counts, orders.values) else None
+    types.append(node_argument(total).meta["val"].dtype)
+    counts = behind(node_argument(total))
+    return counts if all(_holds_counts(dtype, counted) for dtype in types) else None
 
 
-def _counted(orders: Orders, ends: fx.Node, count: Any) -> fx.Node | None:
+def _holds_counts(dtype: torch.dtype, counted: tuple[Size, ...]) -> bool:
+    """Where the size is not known before the run, eager's own counts are taken to be right if they are in float32."""
+    most = sizes.product(counted)
+    if isinstance(most, int):
+        return is_exact_in(dtype, 0, most)
+    return is_exact_in(dtype, 0, 2**24 if dtype.is_floating_point else LONGEST)
+
+
+def _counted(orders: Orders, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Node | None:
     """The numbers of which `ends` says how many are at most 0, 1, ... `count` - 1."""
-    counts = _summed(orders, ends)
+    counts = _summed(ends, shape_of_node(keys))
     if counts is None:
         return None
     if counts in orders.restored:
         counts = orders.restored[counts].twin
     counter = COUNTERS.get(counts.target)
-    return None if counter is None else counter(orders, counts, count)
+    numbers = None if counter is None else counter(counts, count)
+    if numbers is None or sizes.product(shape_of_node(numbers)) != sizes.product(shape_of_node(keys)):
+        return None
+    return numbers  # type: ignore[no-any-return]
 
 
-def _histogram(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
+def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
     """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count]."""
     arguments = bound_arguments(counts)
     bins, low, high = arguments["bins"], arguments["min"], arguments["max"]
@@ -133,7 +155,7 @@ def _histogram(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     return node_argument(counts) if fits else None
 
 
-def _ones_added(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
+def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
     """zeros.index_add(0, numbers, ones)"""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
@@ -141,9 +163,11 @@ def _ones_added(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     return arguments["index"] if fits else None
 
 
-def _equals_summed(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
+def _equals_summed(counts: fx.Node, count: Any) -> fx.Node | None:
     """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
-    source, dims = behind_copies(node_argument(counts), orders.values), bound_arguments(counts)["dim"]
+    source, dims = node_argument(counts), bound_arguments(counts)["dim"]
+    while source.target is aten._to_copy.default:  # of truth values, which any type holds
+        source = node_argument(source)
     if source.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(source)) != 2:
         return None
     numbers, candidates = source.args

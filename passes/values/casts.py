@@ -12,8 +12,6 @@ from streamfx.passes.values.analysis import Values
 aten = torch.ops.aten
 SAME_SHAPES = frozenset({aten._to_copy.default, aten.clone.default})
 RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default})
-WHOLE = frozenset({aten.histc.default, aten.bincount.default})  # counts, of whichever type
-ADDS_UP = frozenset({aten.cumsum.default, aten.sum.dim_IntList, aten.index_add.default})
 
 
 def is_whole(node: fx.Node, values: Values) -> bool:
@@ -22,10 +20,10 @@ def is_whole(node: fx.Node, values: Values) -> bool:
     known = values.of(node)
     if not is_exact_in(dtype, known.low, known.high):
         return False
-    if not dtype.is_floating_point or node.target in WHOLE:
+    if not dtype.is_floating_point:
         return True
-    adds = node.target in ADDS_UP or node.target in SAME_SHAPES or node.target in RESHAPED
-    return adds and all(is_whole(source, values) for source in node.all_input_nodes if is_tensor(source))
+    sources = [source for source in node.all_input_nodes if is_tensor(source)]
+    return node.target in SAME_SHAPES | RESHAPED and all(is_whole(source, values) for source in sources)
 
 
 def keeps_numbers(node: fx.Node, values: Values) -> bool:
