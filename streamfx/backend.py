@@ -127,9 +127,8 @@ class Compilation:
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if deferral is not None:
             compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
-        if not self.watched:
-            return compiled
-        return Guarded(compiled, self.watched, self._without_patterns)
+        watched = [item for item in self.watched if item.seen is not None]
+        return Guarded(compiled, watched, self._without_patterns) if watched else compiled
 
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""

@@ -114,11 +114,16 @@ def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
     return bool(pattern.cuts) or tensor.nbytes <= MOST_READ
 
 
+def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
+    """Tensors made in inference mode do not count who writes to them: they are read, or not relied on."""
+    return tensor.nbytes <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
+
+
 def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
     """The inputs of which something is known, among those that belong to the model (`held`) rather than to its caller."""
     watched = []
     for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
         pattern = pattern_of(tensor) if belongs and isinstance(tensor, Tensor) else None
-        if pattern is not None and (not pattern.cuts or tensor.nbytes <= MOST_BYTES):
+        if pattern is not None and _is_watchable(tensor, pattern):
             watched.append(WatchedInput.of(position, tensor, pattern))
     return watched

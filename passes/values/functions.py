@@ -82,7 +82,7 @@ for _operator, _transfer in RISING.items():
     elementwise(_operator, exact=False)(_transfer)
 
 
-def _stepping(function: Callable[[float], Number]) -> Callable[..., Range]:
+def _stepping(function: Callable[[Any], Number]) -> Callable[..., Range]:
     def transfer(self: Range) -> Range:
         low, high = (x if math.isinf(x) else function(x) for x in (self.low, self.high))
         return Range(low, high, self.nan)

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import sympy
 import torch
@@ -23,6 +23,7 @@ from streamfx.torch_private import unset_fake_temporarily
 
 Reader: TypeAlias = "Callable[[fx.Node], Range]"
 Transfer: TypeAlias = "Callable[..., Range | tuple[Range, ...]]"
+F = TypeVar("F", bound="Callable[..., Any]")
 
 # What these say of a result is not in its numbers.
 WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
@@ -46,10 +47,10 @@ class Row:
 TRANSFERS: dict[Any, Row] = {}
 
 
-def elementwise(*operators: Any, exact: bool = True) -> Callable[[Transfer], Transfer]:
+def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     """Register a function of ranges, named as the operator's arguments are. `exact`: every device rounds the result alike."""
 
-    def register(function: Transfer) -> Transfer:
+    def register(function: F) -> F:
         names = frozenset(inspect.signature(function).parameters) - {"call"}
         for operator in operators:
             TRANSFERS[operator] = Row(function, names, True, exact)
@@ -58,10 +59,10 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[Transfer], Tra
     return register
 
 
-def structural(*operators: Any, takes: str) -> Callable[[Transfer], Transfer]:
+def structural(*operators: Any, takes: str) -> Callable[[F], F]:
     """Register a function of a `Call`, for operators that see more than one element; `takes` names the arguments it knows."""
 
-    def register(function: Transfer) -> Transfer:
+    def register(function: F) -> F:
         for operator in operators:
             TRANSFERS[operator] = Row(function, frozenset(takes.split()), False)
         return function
@@ -209,6 +210,7 @@ def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None
 
     def stand_in(item: fx.Node) -> Any:
         value, number = item.meta["val"], numbers[item]
+        assert number is not None
         return torch.full((1,) * value.dim(), number, dtype=value.dtype, device="cpu") if is_tensor(item) else number
 
     named = named_arguments(node, row.names) or {}
