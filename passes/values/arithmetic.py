@@ -108,8 +108,10 @@ def _div(call: Call, self: Range, other: Range) -> Range:
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
     known = over(self, other)
-    if rounding_mode is None or math.isinf(known.magnitude):
+    if rounding_mode is None:
         return known
+    if math.isinf(self.magnitude) or math.isinf(known.magnitude):  # infinity, rounded down by a remainder, is NaN
+        return ANYTHING
     return Range(math.floor(known.low), math.ceil(known.high), known.nan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -258,4 +259,5 @@ def _native_dropout(call: Call) -> tuple[Range, Range]:
     if p == 0 or call.arguments["train"] is False:
         return known, Range(0, 1)
     scale = 1.001 / (1 - p)
-    return hull(Range(known.low * scale, known.high * scale, known.nan), known, ZERO), Range(0, 1)
+    nan = known.nan or math.isinf(known.magnitude)  # nothing times infinity
+    return hull(Range(known.low * scale, known.high * scale, nan), known, ZERO), Range(0, 1)

@@ -14,7 +14,7 @@ from torch import fx
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.ranges import TAME, Range, activation, everything, hull
 from streamfx.passes.linear import unpacks
-from streamfx.passes.values.arithmetic import plus, times
+from streamfx.passes.values.arithmetic import minus, plus, times
 from streamfx.passes.values.moves import ZERO
 from streamfx.passes.values.transfer import Call, Reader, structural
 from streamfx.report.flops import PACKED
@@ -76,7 +76,8 @@ def _convolution(call: Call) -> Range:
 
 @structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
 def _distance(call: Call) -> Range:
-    made = product(call.dtype, call.range("x1"), call.range("x2"))
+    between = minus(call.range("x1"), call.range("x2"))
+    made = product(call.dtype, between, between)
     return Range(0, made.high, made.nan)
 
 

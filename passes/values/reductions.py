@@ -151,7 +151,8 @@ def _rms_norm(call: Call) -> tuple[Range, ...]:
 def _of_unit_size(call: Call, sizes: Any) -> Range:
     count = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else count_of(*call.shape("input"))
     known = call.range("input")
-    return Range(-MORE * math.sqrt(count), MORE * math.sqrt(count), known.nan or math.isinf(known.magnitude))
+    nan = known.nan or not known.magnitude < 1e15  # whose squares may be infinite
+    return Range(-MORE * math.sqrt(count), MORE * math.sqrt(count), nan)
 
 
 def _scaled(call: Call, known: Range) -> Range:

@@ -1,0 +1,267 @@
+"""Calls and programs on numbers that hurt, and what the analysis of values claims of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.ranges import Range, constant, everything, hull
+from streamfx.passes.values import TRANSFERS, Values
+from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
+from streamfx.runtime.kernels import ATTENTION
+from tests.support.samples import SAMPLES, Sizes, calls
+
+aten = torch.ops.aten
+INF = torch.inf
+TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+HURTING = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    3.0,
+    -7.0,
+    200.0,
+    300.0,
+    1e4,
+    -3e4,
+    70000.0,
+    1e30,
+    -1e30,
+    3e38,
+    -3e38,
+    INF,
+    -INF,
+    float("nan"),
+]
+MILD = [0.0, 1.0, -1.0, 0.5, 2.0, -3.0]
+PRODUCTS = {  # what these make of large numbers is assumed, not proven
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._cdist_forward.default,
+    GROUPED_MM,
+    GROUPED_OUTER,
+    ATTENTION,
+}
+ASSUMED = {aten.randn.default, aten.rand.default, aten.bernoulli.default, aten.rand_like.default}  # drawn anew by each call
+MORE: dict[Any, Callable[[Sizes], tuple[Any, ...]]] = {  # operators without a sample of their rule
+    aten.clone.default: lambda s: (s.draw(s.b, s.t),),
+    aten.diagonal.default: lambda s: (s.draw(s.b, s.t), 1),
+    aten.unfold.default: lambda s: (s.draw(s.b, s.t), 1, 2, 1),
+    aten.mv.default: lambda s: (s.draw(s.b, s.d), s.draw(s.d)),
+    aten.dot.default: lambda s: (s.draw(s.d), s.draw(s.d)),
+    aten.scatter.value: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 2), 3.0),
+    aten.max.default: lambda s: (s.draw(s.b, s.t),),
+    aten.min.default: lambda s: (s.draw(s.b, s.t),),
+    aten.any.default: lambda s: (s.booleans(s.b, s.t),),
+    aten.all.default: lambda s: (s.booleans(s.b, s.t),),
+    aten.bincount.default: lambda s: (s.integers(4, s.t), None, 5),
+    aten.histc.default: lambda s: (s.positive(s.t), 4, 0, 3),
+    aten.full.default: lambda s: ([s.b, s.t], 300, {"dtype": torch.float32}),
+    aten.zeros.default: lambda s: ([s.b], {"dtype": torch.int8}),
+    aten.ones.default: lambda s: ([s.b], {"dtype": torch.bool}),
+    aten.arange.default: lambda s: (300, {"dtype": torch.bfloat16}),
+    aten.arange.start: lambda s: (-3, 300, {"dtype": torch.uint8}),
+    aten.arange.start_step: lambda s: (250, -10, -7, {"dtype": torch.int8}),
+    aten.argsort.default: lambda s: (s.draw(s.t),),
+    aten.argsort.stable: lambda s: (s.draw(s.t), {"stable": True}),
+    aten.masked_scatter.default: lambda s: (s.draw(s.b, s.t), s.booleans(s.b, s.t), s.draw(s.b, s.t)),
+    aten.scatter.src: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 2), s.draw(s.b, 2)),
+    aten.index_add.default: lambda s: (s.draw(s.b, s.t), 0, s.integers(s.b, 5), s.draw(5, s.t), {"alpha": 2}),
+    aten.scatter_add.default: lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, 4), s.draw(s.b, 4)),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One call."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    exact: bool  # sources are known by the least and the largest number that they hold, else by their type
+
+    def run(self) -> list[Tensor]:
+        made = self.operator(*self.args, **self.kwargs)
+        return [item for item in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(item, Tensor)]
+
+    def traced(self) -> tuple[fx.Graph, Callable[[int], Range]]:
+        """The call as a graph, and the range of each of its results."""
+        graph, values = fx.Graph(), Values()
+
+        def placeholder(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            node = graph.placeholder("x")
+            node.meta["val"] = item
+            values.note(node, held(item) if self.exact else everything(item.dtype))
+            return node
+
+        args, kwargs = pytree.tree_map(placeholder, (self.args, dict(self.kwargs)))
+        node = graph.call_function(self.operator, args, kwargs)
+
+        def known(position: int) -> Range:
+            made = self.operator(*self.args, **self.kwargs)
+            node.meta["val"] = tuple(made) if isinstance(made, list) else made
+            if is_tensor(node):
+                return values.of(node)
+            part = graph.call_function(_getitem, (node, [i for i, item in enumerate(made) if isinstance(item, Tensor)][position]))
+            part.meta["val"] = made[part.args[1]]
+            return values.of(part)
+
+        return graph, known
+
+
+_getitem = __import__("operator").getitem
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An operator, and how its arguments are drawn."""
+
+    operator: Any
+    draw: Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def operators(self) -> tuple[Any, ...]:
+        return (self.operator,)
+
+    def __str__(self) -> str:
+        return str(self.operator)
+
+    def drawn(self, seed: int) -> Drawn:
+        chance = random.Random(seed)
+        torch.manual_seed(seed)
+        args, kwargs = self.draw(chance)
+        return Drawn(self.operator, args, kwargs, chance.random() < 0.7)
+
+
+@cache
+def samples() -> tuple[Sample, ...]:
+    """Elementwise operators by their schema, others by the sample call of their rule."""
+    return tuple(
+        Sample(operator, _by_schema(operator) if row.elementwise else _by_sample(operator))
+        for operator, row in TRANSFERS.items()
+        if operator not in ASSUMED and (row.elementwise or operator in MORE or operator in SAMPLES)
+    )
+
+
+def _numbers(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype, mild: bool = False) -> Tensor:
+    """Of few kinds at a time, so that ranges are narrow as often as wide."""
+    kinds = chance.sample(MILD if mild else HURTING, chance.randint(1, 4))
+    count = torch.Size(shape).numel()
+    drawn = torch.tensor([chance.choice(kinds) for _ in range(count)], dtype=torch.float64).view(shape)
+    return drawn.to(dtype) if dtype.is_floating_point else drawn.nan_to_num(0, 1e9, -1e9).clamp(-1e9, 1e9).to(dtype)
+
+
+def _by_schema(operator: Any) -> Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def draw(chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        dtype = chance.choice(TYPES)
+        for argument in operator._schema.arguments:
+            value = _argument(argument, chance, dtype)
+            if argument.kwarg_only:
+                if value is not None:
+                    kwargs[argument.name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+    return draw
+
+
+def _argument(argument: Any, chance: random.Random, dtype: torch.dtype) -> Any:
+    kind = str(argument.type)
+    if argument.name in ("condition", "mask"):
+        return torch.tensor([chance.random() < 0.5 for _ in range(5)])
+    if argument.name == "rounding_mode":
+        return chance.choice([None, "floor", "trunc"])
+    if argument.name == "approximate":
+        return chance.choice(["none", "tanh"])
+    if argument.name == "dtype":
+        return chance.choice(TYPES)
+    if "Tensor" in kind:
+        own = dtype if chance.random() < 0.7 else chance.choice(TYPES)
+        return _numbers(chance, chance.choice([(5,), (), (1,)]), own)
+    if kind in ("number", "float", "int", "Optional[number]", "Optional[float]"):
+        return chance.choice([1, 2, -3, 0, 3, 0.5, -2.5, 300, -1e30, 20, 1e10])
+    return None
+
+
+def _by_sample(operator: Any) -> Callable[[random.Random], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments that the operator's rule is tested with, floating-point numbers drawn anew."""
+
+    def draw(chance: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sizes = Sizes(2, 5, 3, 4, 6)
+        if operator in MORE:
+            own = MORE[operator](sizes)
+            args, kwargs = (own[:-1], own[-1]) if isinstance(own[-1], dict) else (own, {})
+        else:
+            call = chance.choice(list(calls(operator, sizes)))
+            args, kwargs = call.args, dict(call.kwargs)
+        dtype = chance.choice(TYPES[:4])
+        mild = operator in PRODUCTS or operator is aten.histc.default
+
+        def renewed(item: Any) -> Any:
+            is_number = isinstance(item, Tensor) and item.is_floating_point()
+            return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, mild) if is_number else item
+
+        return pytree.tree_map(renewed, (tuple(args), kwargs))
+
+    return draw
+
+
+def held(tensor: Tensor) -> Range:
+    """The range of a tensor's numbers."""
+    numbers = tensor.detach().flatten().tolist()
+    known = [constant(number) for number in numbers if number == number]
+    nan = len(known) < len(numbers)
+    around = hull(*known) if known else Range(-INF, INF)
+    return Range(around.low, around.high, nan)
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.found[n] = super().run_node(n)
+        return self.found[n]
+
+
+def traced_values(function: Callable[..., Any], inputs: list[Tensor]) -> Iterator[tuple[fx.Node, Range, Tensor]]:
+    """Each value of a traced function: its node, what is claimed of it, and what it is."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    recorder = _Recorder(module)
+    recorder.run(*inputs)
+    values = Values()
+    for node in module.graph.nodes:
+        if node.op == "call_function" and is_tensor(node):
+            yield node, values.of(node), recorder.found[node]
