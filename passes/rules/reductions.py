@@ -12,13 +12,14 @@ from streamfx.ir.signature import Signature
 from streamfx.passes.rules.registry import Call, broadcast, rule
 
 aten = torch.ops.aten
+NONE_IS_NONE = (aten.any.dims, aten.all.dims)  # over no dimension these leave every element, as a flag
 
 
 def reduced_dims(call: Call) -> set[int]:
-    """The dimensions that the call reduces; none named means all."""
+    """The dimensions that the call reduces. A missing argument means all, and so does an empty one but for `NONE_IS_NONE`."""
     rank = len(call.shapes[0])
     dims: Any = call.arguments().get("dim")
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in NONE_IS_NONE):
         return set(range(rank))
     return {dim % rank for dim in (dims if isinstance(dims, Iterable) else (dims,))} if rank else set()
 
