@@ -90,7 +90,8 @@ def visible_pairs(rows: int, keys: int, span: Span) -> int:
 def _pairs_below(rows: int, keys: int, bound: int) -> int:
     """Pairs for which row i sees key j: j < i + bound."""
     some = range(max(0, 1 - bound), min(rows, keys - bound))  # rows that see some keys, but not all
-    return sum(i + bound for i in some) + keys * max(0, rows - max(0, keys - bound))
+    partly = len(some) * (2 * bound + some[0] + some[-1]) // 2 if some else 0
+    return partly + keys * max(0, rows - max(0, keys - bound))
 
 
 def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.structure import structure
 from streamfx.report.meter import Meter, Rise
 from streamfx.report.terms import LoopTerms
-from streamfx.runtime.loop import Env, Loop
+from streamfx.runtime.loop import Chunks, Env, Loop
 
 Chunk = tuple[int, int]
 
@@ -53,11 +53,11 @@ class SampledLoop(Loop):
         self._is_known = False
         self._upcoming_terms: Iterator[str] = iter(())
 
-    def chunks(self, length: int, env: Env) -> list[Chunk]:
+    def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
         self.rows = self.rows_per_chunk(length, env)
         if self._is_known:
             return []
-        every = super().chunks(length, env)
+        every = Chunks(length, self.rows, self.spec.reverse)
         self._stretches = stretches(every, self._edges(env))
         picked = [position for stretch in self._stretches for position in sample_of(stretch)]
         self._upcoming = iter(picked)
@@ -147,17 +147,16 @@ class SampledLoop(Loop):
         return {end - shift for end in ends for shift in shifts}
 
 
-def stretches(chunks: Sequence[Chunk], edges: Iterable[int]) -> list[range]:
+def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
     """Positions of `chunks` in stretches along which sizes change evenly; the first and the last chunk stand alone."""
-    alone = {0, len(chunks) - 1}
-    for edge in edges:
-        alone |= {i for i, (start, stop) in enumerate(chunks) if start <= edge <= stop}
+    alone = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
     found: list[range] = []
-    for position in range(len(chunks)):
-        if position in alone or not found or found[-1][-1] in alone:
-            found.append(range(position, position + 1))
-        else:
-            found[-1] = range(found[-1].start, position + 1)
+    following = 0
+    for position in sorted(alone):
+        if following < position:
+            found.append(range(following, position))
+        found.append(range(position, position + 1))
+        following = position + 1
     return found
 
 

@@ -18,6 +18,27 @@ from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds,
 Env = dict[str, int]
 
 
+class Chunks(Sequence[tuple[int, int]]):
+    """Bounds of the chunks of `step` rows, in the order in which they run: found by number, as there may be millions."""
+
+    def __init__(self, length: int, step: int, reverse: bool = False) -> None:
+        self._starts = range(0, length, step) or range(1)
+        self._length, self._step, self._reverse = length, step, reverse
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        start = self._starts[-1 - number if self._reverse else number]
+        return start, min(start + self._step, self._length)
+
+    def touching(self, row: int) -> set[int]:
+        """Numbers of the chunks that hold a row, or begin or end there."""
+        near = {min(max(0, row // self._step + beside), len(self) - 1) for beside in (-1, 0)}
+        numbers = {len(self) - 1 - place if self._reverse else place for place in near}
+        return {number for number in numbers if self[number][0] <= row <= self[number][1]}
+
+
 class Loop(nn.Module):
     """Runs a `LoopSpec`; called with the values of its symbols and its tensors, returns a tuple of its results."""
 
@@ -28,11 +49,9 @@ class Loop(nn.Module):
         self.compiled: CompiledBody | None = None  # runs in place of the body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
 
-    def chunks(self, length: int, env: Env) -> list[tuple[int, int]]:
+    def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
         """Bounds of the chunks, in the order in which they run."""
-        step = self.rows_per_chunk(length, env)
-        bounds = [(start, min(start + step, length)) for start in range(0, length, step)] or [(0, length)]
-        return bounds[::-1] if self.spec.reverse else bounds
+        return Chunks(length, self.rows_per_chunk(length, env), self.spec.reverse)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         spec = self.spec
