@@ -150,20 +150,9 @@ def half() -> Iterator[None]:
         yield
 
 
-def test_a_causal_mask_begins_at_the_first_row(half: None) -> None:
-    """Flash attention begins at the last: where rows and keys are not as many it is not called in another's place."""
-
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in (x, y, y * y))
-        out: Tensor = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
-        return out.pow(2).sum()
-
-    for keys in (9, 25):
-        x, y = (torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (17, keys))
-        compare_function(function, [x, y], (5,))
-
-
 def test_flash_attention_on_other_keys_is_left_alone(half: None) -> None:
+    """Its causal mask ends at the last row and key, where all others begin at the first."""
+
     def function(x: Tensor, y: Tensor) -> Tensor:
         q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in (x, y, y * y))
         out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[0]
@@ -171,3 +160,16 @@ def test_flash_attention_on_other_keys_is_left_alone(half: None) -> None:
 
     inputs = [torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (9, 25)]
     compare_function(function, inputs, (5,))
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+def test_a_causal_mask_beside_a_scale_that_turns_scores_around(scale: float) -> None:
+    """The kernel's own causal mask is minus infinity before it scales: NaN here, where eager's mask is added behind."""
+
+    def function(x: Tensor) -> Tensor:
+        q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in x.chunk(3, -1))
+        mask = torch.arange(x.shape[1]) <= torch.arange(x.shape[1])[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).pow(2).sum()
+
+    x = torch.randn(2, 17, 48, dtype=torch.float64, requires_grad=True)
+    compare_function(function, [x], (5, 17), streams=True, attention={"causal"})
