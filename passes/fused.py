@@ -86,7 +86,8 @@ def _rewrite(node: fx.Node, target: Any) -> None:
     optional = {"attn_mask", "is_causal", "scale"}
     node.target = target
     node.args = tuple(given[name] for name in names if name not in optional)
-    node.kwargs = {name: given[name] for name in names if name in optional and given.get(name) not in (None, False)}
+    others = {name: given[name] for name in names if name in optional and name in given}
+    node.kwargs = {name: value for name, value in others.items() if value is not None and value is not False}  # 0.0 is a scale
     fakes = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     with torch.no_grad():
         node.meta["val"] = target(*fakes[0], **fakes[1])
