@@ -346,6 +346,8 @@ class Masks:
             dtype = computed_in(node, bound_arguments(node))
         elif node.target in COEFFICIENTS:
             parts, dtype = combination(node), node.meta["val"].dtype
+            if parts is not None and not all(is_exact_in(dtype, a, a) for a, _ in parts):
+                return None
         else:
             return None
         slope = None if parts is None or dtype is None else self._slope(node, parts, dtype)
@@ -358,7 +360,7 @@ class Masks:
         found: dict[Role, tuple[int, int]] = {}
         for coefficient, operand in parts:
             place = self._position(operand, node, dtype)
-            if place is None or place[0] in found or not is_exact_in(dtype, -abs(coefficient), abs(coefficient)):
+            if place is None or place[0] in found:
                 return None
             found[place[0]] = (coefficient * place[1], coefficient * place[2])
         if set(found) != {Role.ROWS, Role.KEYS} or found[Role.KEYS][0] != -found[Role.ROWS][0] or not found[Role.KEYS][0]:

@@ -90,9 +90,14 @@ def _stepping(function: Callable[[Any], Number]) -> Callable[..., Range]:
     return transfer
 
 
-for _operator, _step in {aten.floor.default: math.floor, aten.ceil.default: math.ceil, aten.trunc.default: math.trunc}.items():
+STEPPING: dict[Any, Callable[[Any], Number]] = {
+    aten.floor.default: math.floor,
+    aten.ceil.default: math.ceil,
+    aten.trunc.default: math.trunc,
+    aten.round.default: round,
+}
+for _operator, _step in STEPPING.items():
     elementwise(_operator)(_stepping(_step))
-elementwise(aten.round.default)(_stepping(round))
 
 
 @elementwise(aten.relu.default)

@@ -1,0 +1,135 @@
+"""Masks that look causal and are not: an argument, arithmetic that wraps or rounds, scores that are no ordinary numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.masks import INF, LENGTH, Mask, attention, columns, qkv, rows
+from tests.support.tracing import compare_function
+
+T = LENGTH
+MIN = torch.finfo(torch.float64).min
+
+
+def spans_of(mask: Mask, data: tuple[Tensor, ...] = ()) -> set[str]:
+    """How far each attention looks; exact in any case."""
+    facts = compare_function(attention(mask), [*qkv(), *data], (2, 4), tolerance=1e-12)
+    assert facts.causality is not None
+    return set(facts.causality.verdicts.values())
+
+
+def i(dtype: torch.dtype) -> Tensor:
+    return rows(T).to(dtype)
+
+
+def j(dtype: torch.dtype) -> Tensor:
+    return columns(T).to(dtype)
+
+
+# -- arguments that have to be looked at, and types that have to hold what is computed
+
+HIDDEN: dict[str, Callable[[], Tensor]] = {
+    "sub with alpha": lambda: torch.sub(columns(T), rows(T), alpha=2) > 0,
+    "add with alpha": lambda: torch.add(columns(T), rows(T), alpha=-2) > 0,
+    "rsub with alpha": lambda: torch.rsub(rows(T), columns(T), alpha=2) > 0,
+    "alpha after the difference": lambda: torch.sub(columns(T) - rows(T), 3, alpha=2) > 0,
+    "unsigned difference": lambda: (j(torch.uint8) - i(torch.uint8)) > 0,
+    "unsigned difference the other way": lambda: (i(torch.uint8) - j(torch.uint8)) < 0,
+    "wide difference, cast": lambda: (j(torch.int64) - i(torch.int64)).to(torch.uint8) > 0,
+    "products of small integers": lambda: (j(torch.int8) * 40 - i(torch.int8) * 40) > 0,
+    "sums of small integers": lambda: (j(torch.int8) + 124) > (i(torch.int8) + 124),
+    "distance as truth": lambda: (columns(T) - rows(T)).bool() > 0,
+    "rounded positions": lambda: (j(torch.bfloat16) + 512) > (i(torch.bfloat16) + 512),
+    "rounded distance": lambda: ((columns(T) - rows(T)).to(torch.bfloat16) + 300) > 300,
+    "halves that overflow": lambda: (j(torch.float16) * 20000) > (i(torch.float16) * 20000),
+    "a number that wraps": lambda: (j(torch.uint8) - i(torch.uint8)) > torch.tensor([255]).to(torch.uint8),
+    "one row, repeated": lambda: columns(T) > torch.arange(1)[:, None].expand(T, 1),
+    "negative start of a slice": lambda: torch.arange(2 * T)[-T:][None] > rows(T) + T + 1,
+    "start in front of the first": lambda: torch.arange(T)[-2 * T :][None] > rows(T) + 1,
+    "transposed": lambda: (columns(T) > rows(T)).transpose(0, 1),
+    "transposed beside itself": lambda: (columns(T) > rows(T)).transpose(0, 1) | (columns(T) > rows(T) + 2),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_arithmetic_that_misleads(name: str) -> None:
+    """Each row sees itself, so that eager's own result is a number."""
+    spans = spans_of(lambda s: s.masked_fill(HIDDEN[name]() & (columns(T) != rows(T)), -INF))
+    assert spans != {"causal"}
+
+
+STILL: dict[str, Callable[[], Tensor]] = {
+    "sub with alpha": lambda: torch.sub(2 * columns(T), rows(T), alpha=2) > 0,
+    "small integers that hold": lambda: (j(torch.int8) - i(torch.int8)) > 0,
+    "float positions": lambda: (j(torch.float32) - i(torch.float32)) > 0.5,
+    "bfloat16 positions": lambda: j(torch.bfloat16) > i(torch.bfloat16),
+    "unsigned positions compared": lambda: j(torch.uint8) > i(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_arithmetic_that_holds_is_still_understood(name: str) -> None:
+    assert spans_of(lambda s: s.masked_fill(STILL[name](), -INF)) == {"causal"}
+
+
+# -- scores that count as ordinary ones, and are not
+
+GATE = torch.tensor([1.0, 1, 1, 1, -1, 1, -1, 1, -1], dtype=torch.float64)
+COUNT = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+
+BIASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "chosen": lambda s, gate, count: s + torch.where(gate < 0, 0.0, -INF),
+    "looked up": lambda s, gate, count: s + torch.tensor([-INF, 0.0], dtype=s.dtype)[count],
+    "embedded": lambda s, gate, count: (
+        s + torch.nn.functional.embedding(count, torch.tensor([[-1e300], [0.0]], dtype=s.dtype))[:, 0]
+    ),
+    "by one-hot": lambda s, gate, count: s + (torch.nn.functional.one_hot(count, 2).to(s.dtype) @ gate.new_tensor([-1e300, 0])),
+    "one less than a reciprocal": lambda s, gate, count: s + (1 - 1 / count.to(s.dtype)),
+    "exponential": lambda s, gate, count: s - torch.exp((1 - count.to(s.dtype)) * 1000),
+    "products one by one": lambda s, gate, count: s - (1 - count) * 1e100 * 1e100 * 1e108,
+    "quotient": lambda s, gate, count: s - (1 - count) / torch.tensor(1e-308, dtype=s.dtype),
+    "subtracted": lambda s, gate, count: s - 1e306 * (1 - count),
+    "its own key": lambda s, gate, count: s - 1e306 * torch.eye(T, dtype=s.dtype),
+    "logarithm": lambda s, gate, count: s + count.to(s.dtype).log(),
+    "reciprocal root": lambda s, gate, count: s - torch.relu(-gate).rsqrt(),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_rows_whose_visible_keys_are_all_hidden(name: str) -> None:
+    """They look at what a finite number hides as well: nothing proves that a key is left."""
+    spans = spans_of(lambda s, gate, count: BIASES[name](s, gate, count).masked_fill(columns(T) > rows(T), MIN), (GATE, COUNT))
+    assert spans == {"masked"}
+
+
+def test_ordinary_scores_are_still_hidden_by_a_finite_number() -> None:
+    def mask(s: Tensor, gate: Tensor, count: Tensor) -> Tensor:
+        bias = torch.tanh(gate) - count.clamp(0, 7) * 2.0 + torch.where(gate < 0, 0.5, -3.0)
+        return (30 * torch.tanh((s + bias) / 30)).masked_fill(columns(T) > rows(T), MIN)
+
+    assert spans_of(mask, (GATE, COUNT)) == {"causal"}
+
+
+def test_fewer_keys_than_rows() -> None:
+    """A row without a key of its own has nothing beside which the hidden ones vanish."""
+
+    def function(inputs: Tensor) -> Tensor:
+        x = torch.tanh(inputs[0])
+        keys = x[:, :, 3:]
+        scores = (x @ keys.transpose(-2, -1)).masked_fill(columns(T - 3) + 3 > rows(T), MIN)
+        return (scores.softmax(-1) @ keys).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
+def test_a_softmax_over_heads_leaves_shares_of_what_is_hidden() -> None:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
+        shares = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), MIN).softmax(1)
+        return (shares @ v).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
