@@ -26,6 +26,7 @@ from streamfx.passes.linear import is_moved_elements
 from streamfx.passes.rules import TAKEN_APART
 from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
+from streamfx.report.reasons import tell_of_whole_graph
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.outputs import WithDeferred
 from streamfx.runtime.rebuild import Cut
@@ -194,6 +195,7 @@ class Compilation:
                 return halves
         facts = self.analysed(facts)
         if facts.program is None:
+            tell_of_whole_graph(facts)
             return plain()
         return facts.program.forward, facts.program.backward
 

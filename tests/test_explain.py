@@ -156,6 +156,34 @@ def test_a_graph_without_a_sequence_is_whole() -> None:
     assert "no dimension of this graph" in stage["reason"]
 
 
+def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A graph that nothing streams of says so when it is compiled, with what nothing is known of and the line of the code."""
+    monkeypatch.setattr("streamfx.report.reasons.MUCH_WORK", 1000)
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self) -> Tensor:
+            return torch.linalg.matrix_exp(twice(self.w) @ self.w).sort(0).values.sum()
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(Squared(), backend="streambp")().backward()
+    (told,) = [record.getMessage() for record in caplog.records if "without streaming" in record.getMessage()]
+    assert "e+0" in told
+    assert "no rule for streamfx_tests.twice" in told
+    assert "test_explain.py" in told
+    assert "please report" not in told
+    (stage,) = summary_of(Squared())["stages"]
+    assert "no rule for streamfx_tests.twice" in stage["reason"]
+    monkeypatch.setattr("streamfx.report.reasons.MUCH_WORK", 10**9)
+    caplog.clear()
+    torch.compile(Squared(), backend="streambp")().backward()
+    assert not caplog.records
+
+
 def test_graph_breaks_are_counted_and_all_pieces_analysed() -> None:
     explanation = streamfx.explain(Broken(), rows())
     summary = explanation.summary()

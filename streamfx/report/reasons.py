@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from torch import fx
 from torch._ops import OpOverload
@@ -10,11 +11,19 @@ from torch._ops import OpOverload
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.lines import source_line
+from streamfx.log import log
 from streamfx.passes.linear import CONTRACTIONS
-from streamfx.passes.opaque import is_opaque
+from streamfx.passes.opaque import is_opaque, why_opaque
+from streamfx.report.flops import flops_of_graph
 from streamfx.report.memory import bytes_like
 
 MOST = 160  # characters of an unexpected error that a report shows
+FEW = 3  # operators that a reason names
+MUCH_WORK = 10**9  # FLOPs of a graph: with less, nobody misses the loops
+WHOLE_GRAPH = (
+    "a graph of {flops:.1e} FLOPs is run without streaming: {why}. The result is exact, the memory is that of plain autograd. "
+    "streamfx.explain shows more."
+)
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
 NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
@@ -70,4 +79,25 @@ def why_no_stages(facts: Facts) -> str:
     failed = facts.notes.get("failed")
     if failed:
         return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
-    return f"no dimension of this graph can be streamed: no attention, no sum over a long dimension; {NO_SEQUENCE}"
+    found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
+    unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
+    if unknown:
+        return f"{found}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
+    return f"{found}; {NO_SEQUENCE}"
+
+
+def _unknown(node: fx.Node) -> str:
+    line = source_line(node)
+    return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
+
+
+def tell_of_whole_graph(facts: Facts) -> None:
+    """Say of a training step's graph with much work that nothing of it streams, once for each reason."""
+    flops = 0 if "failed" in facts.notes else flops_of_graph(facts.joint.graph)
+    if flops >= MUCH_WORK:
+        _tell_once(WHOLE_GRAPH.format(flops=float(flops), why=why_no_stages(facts)))
+
+
+@cache
+def _tell_once(text: str) -> None:
+    log.warning("%s", text)
