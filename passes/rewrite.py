@@ -200,7 +200,7 @@ class _BackwardBuilder(OuterBuilder):
             return kept(made)
         with self.forward.graph.inserting_after(made):
             held = self.forward.graph.call_function(to_host, (made,))
-        held.meta = {"val": self._on_host(node), "joint": node.name}
+        held.meta = {"val": self._on_host(node), "joint": node.name, "stack_trace": node.meta.get("stack_trace")}
         return held
 
     def states_of(self, node: fx.Node) -> fx.Node | None:

@@ -24,6 +24,7 @@ from streamfx.passes import run_pipeline
 from streamfx.passes.fit import fits_whole
 from streamfx.passes.linear import is_moved_elements
 from streamfx.passes.rules import TAKEN_APART
+from streamfx.report.brief import log_brief
 from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
 from streamfx.report.reasons import tell_of_whole_graph
@@ -206,10 +207,15 @@ class Compilation:
         compiled = uses_inductor(self.options, facts.joint.graph)
         if not fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes if compiled else 0):
             return False
-        self.facts.append(replace(facts, notes={"fits": "compiled" if compiled else "eager"}))
+        self.found(replace(facts, notes={"fits": "compiled" if compiled else "eager"}))
         if compiled:
             self.hand_over()
         return True
+
+    def found(self, facts: Facts) -> None:
+        """Keep the facts of a graph, and say what they are where somebody listens."""
+        self.facts.append(facts)
+        log_brief(facts)
 
     def hand_over(self) -> None:
         """Let Inductor have the graph as Dynamo gave it."""
@@ -227,7 +233,7 @@ class Compilation:
                 raise
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = Facts(joint, notes={"failed": f"{type(error).__name__}: {error}"})
-        self.facts.append(facts)
+        self.found(facts)
         if self.options.strict and (reasons := facts.reasons()):
             raise NotStreamed(
                 "strict=True asks that every stage streams",

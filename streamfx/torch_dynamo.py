@@ -128,6 +128,16 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
         logger.propagate = propagate
 
 
+def cause_of_break(reason: str) -> tuple[str, str, bool]:
+    """Of what Dynamo says of a graph break: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
+    given_up = "falling back to eager" in reason
+    cause = reason.split("Graph break encountered:", 1)[-1].strip()
+    if found := re.search(r"^(\S.*)\n  Explanation: (.*)", cause, re.MULTILINE):
+        hint = re.search(r"^  Hint: (.*)", cause, re.MULTILINE)
+        return f"{found[1]}: {found[2]}", hint[1] if hint and "report" not in hint[1] else "", given_up
+    return cause.split("\n", 1)[0], "", given_up
+
+
 @contextmanager
 def quiet_tracer() -> Iterator[None]:
     """Errors of fake tensors are raised, and not logged with a traceback before that (2.11, 2.13)."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 import streamfx
 from streamfx import errors
+from streamfx.runtime import segments
 from streamfx.torch_dynamo import raised_as_itself
 from tests.support.small import Causal, tokens
 
@@ -93,3 +95,87 @@ def test_errors_of_a_compilation(options: dict[str, Any], kind: type[Exception])
     torch.compile(model, backend="streambp", options={"chunk_size": 5})(IDS, IDS).backward()
     with pytest.raises(streamfx.OptionError, match="reduce-overhead"):
         torch.compile(model, backend="streambp", mode="reduce-overhead")(IDS, IDS)
+
+
+# -- errors of operators, at run time
+
+
+class Deep(Causal):
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.embed(ids)
+        for _ in range(2):
+            q, k, v = (project(x)[:, None] for project in (self.q, self.k, self.v))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def note_of(error: BaseException) -> str:
+    (note,) = (note for note in getattr(error, "__notes__", ()) if "raised by" in note)
+    return str(note)
+
+
+@pytest.mark.parametrize("bodies", ["eager", "inductor"])
+@pytest.mark.parametrize(("kind", "line"), [("labels", "F.cross_entropy(logits"), ("ids", "x = self.embed(ids)")])
+def test_an_operators_error_names_the_line(kind: str, line: str, bodies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens in a loop of ours: the message is eager's, and a note says where in the model that is."""
+    monkeypatch.setattr(segments, "_forms", {})
+    monkeypatch.setattr(segments, "compile_for_one_size", lambda module, inputs: module)
+    monkeypatch.setattr(segments, "compile_for_sizes", lambda module, like, shapes: (module, lambda n: True))
+    model, bad = Deep().double(), IDS.clone()
+    bad[0, 7] = 99
+    given = (IDS, bad) if kind == "labels" else (bad, IDS)
+    with pytest.raises(IndexError) as wanted:
+        model(*given)
+    call = torch.compile(model, backend="streambp", options={"chunk_size": 5, "loss_chunk_size": 5, "bodies": bodies})
+    call(IDS, IDS)[0].backward()
+    with pytest.raises(IndexError) as found:
+        call(*given)[0].backward()
+    assert str(found.value) == str(wanted.value)
+    assert line in note_of(found.value)
+    assert "test_errors.py" in note_of(found.value)
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_the_log_says_in_short_what_becomes_of_a_graph(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As `TORCH_LOGS="streamfx"` shows it; a graph that runs as it stands has a reason."""
+    with caplog.at_level(level, "streamfx"):
+        torch.compile(Deep().double(), backend="streambp", options={"chunk_size": 5})(IDS, IDS)
+        torch.compile(lambda x: x.sort()[0] * 2, backend="streambp")(torch.ones(3, requires_grad=True))
+    said = [record.getMessage() for record in caplog.records if record.name == "streamfx"]
+    if level == "WARNING":
+        assert not said
+        return
+    streamed, whole = said
+    assert streamed.startswith("a graph of 12 rows: every stage streams")
+    assert "(predicted)" in streamed
+    assert [row.split()[-7:-4] for row in streamed.splitlines() if "causal" in row] == [["causal", "5", "3"]] * 2
+    assert whole.startswith("a graph runs as it stands: no dimension of this graph can be streamed")
+
+
+def test_an_error_of_what_runs_whole_names_the_line() -> None:
+    def look_up(table: Tensor, rows: Tensor) -> Tensor:
+        picked = table[rows]
+        return picked.sort()[0].sum()
+
+    table = torch.randn(5, requires_grad=True)
+    call = torch.compile(look_up, backend="streambp")
+    call(table, torch.tensor([1, 2])).backward()
+    with pytest.raises(IndexError) as found:
+        call(table, torch.tensor([1, 9]))
+    assert "aten.index.Tensor" in note_of(found.value)
+    assert "picked = table[rows]" in note_of(found.value)
+
+
+def test_an_error_of_a_loop_names_a_line_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for what a loop makes, in the backward half, for one."""
+    model = Deep().double()
+    loss, _ = torch.compile(model, backend="streambp", options={"chunk_size": 5})(IDS, IDS)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("streamfx.runtime.loop.Loop._new_buffer", fails)
+    with pytest.raises(MemoryError) as found:
+        loss.backward()
+    assert "test_errors.py" in note_of(found.value)

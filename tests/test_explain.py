@@ -194,6 +194,63 @@ def test_graph_breaks_are_counted_and_all_pieces_analysed() -> None:
     assert "graph break" in str(explanation)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.layer = Layer(), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        torch._dynamo.graph_break()
+        return self.layer(x)[0].square().mean()
+
+
+class Alone(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+class WrittenOut(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        hidden = cell = x.new_zeros(x.shape[0], WIDTH)
+        steps = []
+        for row in range(x.shape[1]):
+            hidden, cell = torch.lstm_cell(x[:, row], (hidden, cell), *self.layer.all_weights[0])  # as an LSTMCell
+            steps.append(hidden)
+        return torch.stack(steps, 1).square().mean()
+
+
+def test_a_recurrent_layer_is_given_advice_that_helps() -> None:
+    """Dynamo gives up a function with an LSTM; told to trace it, it gives steps that do not stream. A loop over rows streams."""
+    text = str(streamfx.explain(Recurrent(), rows()))
+    assert "every traced stage streams" in text
+    assert "the rest of this function is not traced" in text
+    assert "torch.nn.LSTMCell" in text
+    with pytest.raises(streamfx.NotTraced, match=r"(?s)test_explain.py:\d+: return self.layer.*torch.nn.LSTMCell"):
+        streamfx.explain(Alone(), rows())
+    with torch._dynamo.config.patch(allow_rnn=True):
+        reasons = [stage["reason"] for stage in summary_of(Recurrent(), rows())["stages"] if stage["reason"]]
+    assert reasons
+    assert all("torch.nn.LSTMCell" in reason for reason in reasons)
+    assert all(stage["kind"] == "streamed" for stage in summary_of(WrittenOut(), rows())["stages"])
+
+
+def test_a_break_is_named_with_its_cause() -> None:
+    class Printing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            print(end="")
+            return x.square().sum()
+
+    (found,) = summary_of(Printing(), rows())["break_reasons"]
+    assert found["reason"].startswith("Failed to trace builtin operator")
+    assert "print" in found["reason"]
+    assert 'print(end="")' in found["where"]
+    assert "print" in found["do"]
+    assert not found["given_up"]
+
+
 def test_nothing_is_left_behind() -> None:
     model = Broken()
     x = rows().requires_grad_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,7 +62,7 @@ class Explanation:
         return {
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
-            "break_reasons": [{"reason": item.reason, "where": item.where} for item in self.call.breaks],
+            "break_reasons": [asdict(item) for item in self.call.breaks],
             "stopped": self.call.stopped or None,
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],

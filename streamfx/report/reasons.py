@@ -28,6 +28,7 @@ OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this 
 
 NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
+RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
 
@@ -65,10 +66,19 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     assert facts.axes is not None
     if is_opaque(node):
         return NO_RULE if isinstance(node.target, OpOverload) else OTHER
+    if _is_of_recurrent_layer(node):
+        return RECURRENT
     signature = facts.axes.signatures.get(node)
     if signature is not None and signature.whole:
         return MIXES
     return OTHER
+
+
+def _is_of_recurrent_layer(node: fx.Node) -> bool:
+    """Whether an operator is of torch's own LSTM, GRU or RNN, whose steps over rows it writes out."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    names = [str(kind) for _, kind in stack.values()]
+    return any("torch.nn.modules.rnn." in name and "Cell" not in name for name in names)
 
 
 def why_no_stages(facts: Facts) -> str:

@@ -20,20 +20,28 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
     yield headline(summary)
     yield from _totals(summary)
     yield ""
-    yield from _table(summary["stages"], summary["flops"])
-    for stage in summary["stages"]:
+    yield from stage_lines(summary["stages"], summary["flops"])
+    yield from _breaks(summary)
+
+
+def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
+    """A table of stages, and what runs whole, with reasons."""
+    yield from _table(stages, flops)
+    for stage in stages:
         if stage["reasons"]:
             yield ""
             yield f"{stage['name']} runs whole:"
             yield from (f"  {reason}" for reason in stage["reasons"])
         for reason in stage["also_whole"]:
             yield f"{stage['name']}: a small operator runs whole: {reason}"
-    yield from _breaks(summary)
 
 
 def headline(summary: Mapping[str, Any]) -> str:
     whole = [stage for stage in summary["stages"] if stage["kind"] == "whole"]
-    streams = "every stage streams" if not whole else f"{len(whole)} of {len(summary['stages'])} stages run whole"
+    traced = "traced " if any(item["given_up"] for item in summary["break_reasons"]) else ""
+    streams = (
+        f"every {traced}stage streams" if not whole else f"{len(whole)} of {len(summary['stages'])} {traced}stages run whole"
+    )
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     return f"streamfx: {streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
@@ -96,10 +104,14 @@ def joint_name(names: Sequence[str]) -> str:
 def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["break_reasons"]:
         yield ""
-        yield "graph breaks: each piece is streamed by itself, and what crosses from one to the next is kept whole"
+        yield "graph breaks: each piece that is traced streams by itself, and what crosses from one to the next is kept whole"
         for item in summary["break_reasons"]:
             yield f"  {item['reason']}"
             yield f"    {item['where']}"
+            if item["given_up"]:
+                yield "    the rest of this function is not traced: it runs in eager, and is not in this report"
+            if item["do"]:
+                yield f"    {item['do']}"
     if summary["stopped"]:
         yield ""
         yield f"the call could not be followed to its end without data, so what comes later is not shown: {summary['stopped']}"

@@ -26,9 +26,10 @@ from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.memory import Cost, eager_cost_of, made_like
+from streamfx.report.reasons import RECURRENT
 from streamfx.report.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
 from streamfx.report.values import RealIntegers
-from streamfx.torch_dynamo import cause_of, compiled_apart, noted_graph_breaks, quiet_tracer, raised_as_itself
+from streamfx.torch_dynamo import cause_of, cause_of_break, compiled_apart, noted_graph_breaks, quiet_tracer, raised_as_itself
 from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
 
 
@@ -45,10 +46,12 @@ class TracedGraph:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place at which Dynamo could not go on tracing."""
+    """A place at which Dynamo could not go on tracing; `given_up` says that the rest of the function runs in eager."""
 
     reason: str
     where: str
+    do: str = ""
+    given_up: bool = False
 
 
 @dataclass
@@ -113,7 +116,8 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
                 raise _not_traced(call.stopped) from error
     call.breaks = distinct_breaks(breaks)
     if not call.graphs:
-        raise _not_traced("; ".join(item.reason for item in call.breaks) or "no operator on tensors")
+        found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
+        raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
 
 
 def _eager_cost(
@@ -150,15 +154,11 @@ def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
     return found
 
 
-def first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0]
-
-
-def _not_traced(found: str) -> NotTraced:
+def _not_traced(found: str, do: str = "") -> NotTraced:
     return NotTraced(
         "streamfx.explain asks for a call that torch.compile can trace",
         found=found,
-        do="check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
+        do=do or "check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
     )
 
 
@@ -175,10 +175,11 @@ def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
 def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
     """Each place once: a break inside of an inlined function is met again by the function around it."""
     breaks: dict[str, GraphBreak] = {}
-    for file, line, reason in found:
+    for file, line, text in found:
         where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
-        cause = reason.split("Graph break encountered:", 1)[-1]
-        breaks.setdefault(where, GraphBreak(first_line(cause), where))
+        reason, hint, given_up = cause_of_break(text)
+        do = RECURRENT if "RNN, GRU, or LSTM" in reason else hint
+        breaks.setdefault(where, GraphBreak(reason, where, do, given_up))
     return tuple(breaks.values())
 
 

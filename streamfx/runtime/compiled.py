@@ -10,11 +10,12 @@ from typing import Any
 from torch import fx
 
 from streamfx.runtime.segments import Segment
+from streamfx.runtime.where import name_line
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a body: values read by name, values written by name, and what makes them."""
+    """One step of a body: values read by name, values written by name, what makes them, and the operators that it stands for."""
 
     run: Any
     args: Any
@@ -22,17 +23,20 @@ class Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     kind: str
+    nodes: tuple[fx.Node, ...] = ()
 
     @staticmethod
     def segment(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Step:
         names = tuple(node.name for node in inputs)
-        return Step(Segment(module), None, None, names, tuple(node.name for node in outputs), "segment")
+        return Step(
+            Segment(module), None, None, names, tuple(node.name for node in outputs), "segment", tuple(module.graph.nodes)
+        )
 
     @staticmethod
     def single(node: fx.Node, body: fx.GraphModule) -> Step:
         inputs = tuple(source.name for source in node.all_input_nodes)
         run = body.get_submodule(node.target) if isinstance(node.target, str) else node.target
-        return Step(run, node.args, node.kwargs, inputs, (node.name,), "single")
+        return Step(run, node.args, node.kwargs, inputs, (node.name,), "single", (node,))
 
     @staticmethod
     def result(node: fx.Node) -> Step:
@@ -72,7 +76,11 @@ class CompiledBody:
         del feeds
         result: Sequence[Any] = ()
         for step, dying in zip(self.steps, self._dying, strict=True):
-            result = self._step(step, env, several)
+            try:
+                result = self._step(step, env, several)
+            except Exception as error:
+                name_line(error, step.nodes)
+                raise
             for name in dying:
                 env.pop(name, None)
         return result

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from streamfx.errors import StaleGraph
 from streamfx.runtime.as_traced import reinterpreted
 from streamfx.runtime.mask_programs import Looks, looking
+from streamfx.runtime.where import name_line
 
 aten = torch.ops.aten
 COPIES_WHERE_NEEDED: dict[Any, Any] = {
@@ -44,8 +45,13 @@ class Step:
         try:
             return self.run(*args, **kwargs)
         except Exception as error:
-            _tell_where(error, self.node)
+            name_line(error, self._operators())
             raise
+
+    def _operators(self) -> list[fx.Node]:
+        """Those of the user's that this may be: all in a loop's body, or itself."""
+        body = getattr(getattr(self.run, "__self__", None), "body", None)
+        return list(body.graph.nodes) if isinstance(body, fx.GraphModule) else [self.node]
 
 
 class OuterGraph:
@@ -88,12 +94,6 @@ def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
     if node.op == "call_method":
         return lambda owner, *args, **kwargs: getattr(owner, str(node.target))(*args, **kwargs)
     return lambda: operator.attrgetter(str(node.target))(module)
-
-
-def _tell_where(error: Exception, node: fx.Node) -> None:
-    """Say in an error which operator it comes from, and from which line of the user's."""
-    told = f"While executing {node.format_node()}\nOriginal traceback:\n{node.stack_trace}"
-    error.args = (f"{error.args[0]}\n\n{told}" if error.args else told, *error.args[1:])
 
 
 def _savable(result: Any) -> Any:

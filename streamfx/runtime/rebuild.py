@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from streamfx.errors import StaleOutput
 from streamfx.fingerprint import Fingerprint
 from streamfx.ir.recipe import Context, GivenSize, Program, Recipe
+from streamfx.runtime.where import name_line
 from streamfx.torch_private import no_saved_tensor_hooks
 
 
@@ -72,8 +73,16 @@ class _Runner(fx.Interpreter):
     def __init__(self, program: Program) -> None:
         super().__init__(torch.nn.Module(), graph=program.graph)
         self.contexts: Mapping[fx.Node, Context] = program.contexts
+        self.extra_traceback = False  # an error says what it says in eager
 
     def run_node(self, n: fx.Node) -> Any:
+        try:
+            return self._run_under_modes(n)
+        except Exception as error:
+            name_line(error, [n])
+            raise
+
+    def _run_under_modes(self, n: fx.Node) -> Any:
         context = self.contexts.get(n)
         if context is None:
             return super().run_node(n)

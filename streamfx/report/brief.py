@@ -1,0 +1,41 @@
+"""What `TORCH_LOGS="streamfx"` says of each graph: stages, sizes of chunks, what runs whole, the predicted peak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from streamfx.errors import told
+from streamfx.ir.facts import Facts
+from streamfx.log import log
+from streamfx.report.lengths import sequence_length
+from streamfx.report.memory import Cost, cost_of
+from streamfx.report.reasons import why_no_stages
+from streamfx.report.stages import stage_reports
+from streamfx.report.terms import loss_values
+from streamfx.report.text import in_bytes, stage_lines
+
+
+def log_brief(facts: Facts) -> None:
+    """Called once for each graph; what cannot be described must not keep it from being compiled."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    try:
+        text = "\n".join(line.rstrip() for line in _lines(facts))
+    except Exception as error:
+        text = f"a graph was compiled, and cannot be described: {told(error)}"
+    log.info("%s", text)
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    if facts.program is None:
+        yield f"a graph runs as it stands: {why_no_stages(facts)}"
+        return
+    program = facts.program
+    cost: Cost = cost_of(program.forward, program.backward, len(facts.joint.outputs), loss_values(facts))
+    stages = [report.as_dict() for report in stage_reports(facts, 0, cost.loops)]
+    whole = sum(stage["kind"] == "whole" for stage in stages)
+    verdict = "every stage streams" if not whole else f"{whole} of {len(stages)} stages run whole"
+    yield f"a graph of {sequence_length(facts)} rows: {verdict}"
+    yield f"  memory   {in_bytes(cost.peak)} at the peak for activations and gradients (predicted)"
+    yield from stage_lines(stages, cost.flops)

@@ -1,0 +1,51 @@
+"""The line of the user's code, in an error that an operator raises at run time: the operator runs in a loop of ours."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from torch import fx
+
+from streamfx.ir.lines import source_line
+
+_SAID = "  raised by "
+_ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")
+
+
+def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
+    """Notes down in an error which operator of the user's it comes from, if nobody has: one that was running when it was raised.
+
+    Where that was a graph (a loop's body), its own operator is told by the traceback. Nothing is done while nothing is wrong.
+    """
+    if not hasattr(error, "add_note") or any(note.startswith(_SAID) for note in getattr(error, "__notes__", ())):
+        return  # Python 3.10 has no notes
+    inner = list(_in_graphs(error))
+    for nodes in (*reversed(inner), running):
+        lines = list(dict.fromkeys(filter(None, map(source_line, nodes))))
+        if lines:
+            error.add_note(f"{_SAID}{_named(nodes)}, which comes from {lines[0]}" + _further(lines))
+            return
+
+
+def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
+    """For each graph that the error passed through, from outside to inside: the operator that it was at."""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        if isinstance(module, fx.GraphModule) and file.startswith("<eval_with_key>"):
+            assigned = _ASSIGNED.match(linecache.getline(file, number, frame.f_globals))
+            nodes = list(module.graph.nodes)
+            at = next((i for i, node in enumerate(nodes) if assigned is not None and node.name == assigned[1]), len(nodes))
+            known = (node for node in chain(nodes[at:], nodes[:at][::-1]) if source_line(node))  # what ours were written for
+            yield [node] if (node := next(known, None)) is not None else []
+
+
+def _named(nodes: Sequence[fx.Node]) -> str:
+    return str(nodes[0].target) if len(nodes) == 1 and nodes[0].op == "call_function" else "an operator"
+
+
+def _further(lines: Sequence[str]) -> str:
+    return f", or one of the lines up to {lines[-1]}" if len(lines) > 1 else ""
