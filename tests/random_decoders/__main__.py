@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
+from tests.random_decoders.kinds import KINDS, draw_kind
 from tests.random_decoders.program import program
-from tests.random_decoders.specification import Decoder, draw, ingredients, sensible
+from tests.random_decoders.specification import Decoder, ingredients, sensible
 
 
 class Statistics:
@@ -52,17 +53,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the number of the first decoder")
     parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
     parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
+    parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders drawn to hurt in these ways")
     parser.add_argument("--show", action="store_true", help="only print the programs")
     arguments = parser.parse_args()
     numbers = range(arguments.seed, arguments.seed + arguments.count)
     if arguments.show:
         for number in numbers:
-            print(program(numbered(number, arguments.compiled)))
+            print(program(numbered(number, arguments.compiled, tuple(arguments.kinds))))
         return 0
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    statistics, failures = survey(numbers, arguments.compiled)
+    statistics, failures = survey(numbers, arguments.compiled, tuple(arguments.kinds))
     print(f"\n{statistics}")
     for sort, found in failures.items():
         print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
@@ -70,20 +72,22 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def numbered(number: int, is_compiled: bool) -> Decoder:
+def numbered(number: int, is_compiled: bool, kinds: tuple[str, ...] = ()) -> Decoder:
     """A decoder by its number; compiled ones have dynamic shapes and lazy outputs often."""
     random = Random(number)
-    decoder = draw(random)
+    decoder = draw_kind(random, kinds)
     if not is_compiled:
         return decoder
     return sensible(replace(decoder, compiled=True, dynamic=random.random() < 0.4, lazy=random.random() < 0.4))
 
 
-def survey(numbers: range, all_compiled: bool) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
+def survey(
+    numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()
+) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
     """Run decoders by their numbers; failures come back by sort."""
     statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
     for done, number in enumerate(numbers, 1):
-        decoder = numbered(number, all_compiled)
+        decoder = numbered(number, all_compiled, kinds)
         try:
             statistics.add(decoder, run(decoder).facts, number)
         except WrongProgram:

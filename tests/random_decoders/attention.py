@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.random_decoders.arithmetic import arithmetic
+from tests.random_decoders.hidden import BENT, FILLS, SINKS, TABLES
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
-LONGEST, REACH, WINDOW = 16, 3, 3
+LONGEST, REACH, WINDOW = 40, 3, 3
 VISIBLE = {
     "arange": "at[:, None] >= at",
     "tril": "torch.ones(t, t, dtype=torch.bool).tril()",
@@ -16,6 +18,7 @@ VISIBLE = {
     "strided": "(at[:, None] >= at) & ((at[:, None] - at) % 2 == 0)",
     "band": "(at[:, None] - at).abs() < 2",
     "future": "at[:, None] <= at",
+    "strict": "at[:, None] > at",
 }
 
 
@@ -126,6 +129,8 @@ def _visible(w: Writer, layer: Layer, i: int) -> bool:
             w.line(f"document = (labels == 1).cumsum({w.layout.time})")
             same = f"({w.layout.rows('document', heads)} == {w.layout.keys('document', heads)})"
             w.line(f"seen = (at[:, None] >= at) & {same}")
+        case "arithmetic":
+            w.line(*arithmetic(layer.positions, layer.apart, layer.relation, layer.together))
         case name:
             w.line(f"seen = {VISIBLE[name]}")
     return True
@@ -146,10 +151,40 @@ def _biased(w: Writer, layer: Layer, i: int, scores: str) -> None:
             w.line(f"{scores} = 2 * torch.tanh({scores} / 2)")
 
 
+def _bent(w: Writer, layer: Layer, i: int, scores: str) -> None:
+    """Write what is hidden by data, activations or tables, into `scores`."""
+    heads, line = w.decoder.heads, BENT[layer.bent]
+    if layer.bent == "none":
+        return
+    if "{gate}" in line:
+        gate = f"{w.linear(f'gate_of_keys{i}', w.decoder.width, 1)}(z).squeeze(-1)"
+        w.line(f"gate = {w.layout.keys(gate, heads)}")
+    if "{number}" in line:
+        v = w.decoder.vocabulary
+        w.own.append(f"self.register_buffer('banned', torch.where(torch.arange({v}) % 3 == 0, -torch.inf, 0.0))")
+        w.line(f"number = {TABLES[layer.table].format(v=v)}", f"number = {w.layout.keys('number', heads)}")
+    keep, eye = w.layout.keys("(labels % 3 != 0)", heads), f"torch.eye(t, dtype={scores}.dtype)"
+    w.line(f"{scores} = {line.format(s=scores, gate='gate', number='number', keep=keep, eye=eye)}")
+
+
 def _softmax(w: Writer, layer: Layer, i: int) -> None:
     """Write masked probabilities `p` from `scores`."""
     _biased(w, layer, i, "scores")
+    if not layer.bent_last:
+        _bent(w, layer, i, "scores")
     hides = _visible(w, layer, i)
+    _hidden(w, layer, hides)
+    if layer.bent_last:
+        _bent(w, layer, i, "scores")
+    if layer.sinks != "none":
+        _sunk(w, layer, i)
+        return
+    w.line("p = torch.softmax(scores, -1)")
+    if hides and layer.hiding == "renormalise":
+        w.line("p = p * seen", "p = p / p.sum(-1, keepdim=True)")
+
+
+def _hidden(w: Writer, layer: Layer, hides: bool) -> None:
     if hides:
         match layer.hiding:
             case "fill":
@@ -158,16 +193,19 @@ def _softmax(w: Writer, layer: Layer, i: int) -> None:
                 w.line("scores = torch.where(seen, scores, -torch.inf)")
             case "add":
                 w.line("scores = scores + torch.zeros(seen.shape, dtype=scores.dtype).masked_fill(~seen, -torch.inf)")
-            case "finite":
-                w.line("scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)")
-    if layer.sinks:
-        sink = w.layout.per_head(w.parameter(f"sink{i}", w.decoder.heads))
-        w.line(f"scores = torch.cat(({sink}.expand(*scores.shape[:-1], 1).to(scores.dtype), scores), -1)")
-        w.line("p = torch.softmax(scores, -1)[..., 1:]")
-        return
-    w.line("p = torch.softmax(scores, -1)")
-    if hides and layer.hiding == "renormalise":
-        w.line("p = p * seen", "p = p / p.sum(-1, keepdim=True)")
+            case value if value in FILLS:
+                w.line(f"scores = scores.masked_fill(~seen, {FILLS[value].format(s='scores')})")
+
+
+def _sunk(w: Writer, layer: Layer, i: int) -> None:
+    """Write probabilities beside a sink, which takes some of the mass."""
+    w.own.append(f"self.sink{i} = nn.Parameter(torch.randn({w.decoder.heads}) * 0.5 - {SINKS[layer.sinks]})")
+    sink = w.layout.per_head(f"self.sink{i}")
+    sink = f"{sink}.expand(*scores.shape[:-1], 1).to(scores.dtype)"
+    if layer.sinks == "front":
+        w.line(f"scores = torch.cat(({sink}, scores), -1)", "p = torch.softmax(scores, -1)[..., 1:]")
+    else:
+        w.line(f"scores = torch.cat((scores, {sink}), -1)", "p = torch.softmax(scores, -1)[..., :-1]")
 
 
 # -- cores
@@ -185,8 +223,12 @@ def _core(w: Writer, layer: Layer, i: int) -> None:
             hides = _visible(w, layer, i)
             w.line("mask = torch.zeros(t, t, dtype=q.dtype)")
             _biased(w, layer, i, "mask")
+            if not layer.bent_last:
+                _bent(w, layer, i, "mask")
             if hides:
-                w.line("mask = mask.masked_fill(~seen, -torch.inf)")
+                w.line(f"mask = mask.masked_fill(~seen, {FILLS.get(layer.hiding, '-torch.inf').format(s='mask')})")
+            if layer.bent_last:
+                _bent(w, layer, i, "mask")
             w.line(f"y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype){grouped})")
         case "matmul":
             w.line("scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tests.random_decoders.attention import attend
+from tests.random_decoders.extras import COUNTS, KEYS
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
@@ -132,7 +133,7 @@ def _mlp(w: Writer, layer: Layer, i: int) -> str:
         case "squared":
             return f"{down}(F.relu({w.linear(f'up_mlp{i}', d, wide)}(z)).square())"
         case "sorted experts":
-            return _sorted_experts(w, i)
+            return _sorted_experts(w, layer, i)
         case _:
             return _experts(w, layer, i)
 
@@ -145,15 +146,15 @@ BACK = (
 )
 
 
-def _sorted_experts(w: Writer, i: int) -> str:
+def _sorted_experts(w: Writer, layer: Layer, i: int) -> str:
     """Rows sorted by expert, multiplied by groups, and put back in one of several ways."""
     d, seed = w.decoder.width, w.decoder.seed
     experts = w.parameter(f"experts{i}", EXPERTS, d, d)
     w.line(
         f"top, group = torch.softmax({w.linear(f'router{i}', d, EXPERTS)}(z), -1).topk({CHOSEN}, dim=-1)",
         "group = group.reshape(-1)",
-        ("order = group.sort()[1]", "order = group.argsort(stable=True)")[seed % 2],
-        f"ends = torch.histc(group.float(), {EXPERTS}, 0, {EXPERTS - 1}).cumsum(0).to(torch.int32)",
+        f"order = {KEYS[layer.keys_of_experts]}" + (".sort()[1]", ".argsort(stable=True)")[seed % 2],
+        COUNTS[layer.counts].format(n=EXPERTS),
         f"rows = torch.ops.transformers.grouped_mm_fallback({ROWS[seed % 2]}.to({experts}.dtype), {experts}, ends)",
         "rows = F.silu(rows) * top.reshape(-1)[order].unsqueeze(1)",
     )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
+
+import torch
+from torch import Tensor
 
 from streamfx.runtime import in_chunks, segments, steps, visible
 from streamfx.runtime.forms import any_size
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
-from tests.support.exactness import Report
+from tests.support.exactness import Report, leaves, recorder
 
 
 class WrongProgram(Exception):
@@ -39,12 +43,36 @@ def run(decoder: Decoder) -> Report:
     names: dict[str, Any] = {"__name__": "random_decoder"}
     exec(compile(program(decoder), "<random decoder>", "exec"), names)
     try:
-        names["model"](**names["inputs"])
+        eager = leaves(names["model"](**names["inputs"]))
     except Exception as error:
         raise WrongProgram(f"{decoder}\n{program(decoder)}") from error
-    with small_and_interpreted():
+    if not all(bool(item.isfinite().all()) for item in eager):
+        return Report({}, recorder())  # rows that see no key, say: nothing to compare with
+    with small_and_interpreted(), products_that_round_by_rows() if decoder.outputs == "logits" else nullcontext():
         report: Report = names["check"]()
     return report
+
+
+@contextmanager
+def products_that_round_by_rows() -> Iterator[None]:
+    """Products of matrices whose last digit depends on how many rows they have, as those of large matrices do.
+
+    Where a value of one pass over chunks is compared with a value of another, both have to come from chunks of one size.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        made = left.new_empty(left.shape[0], right.shape[1])
+        torch.mm(left, right, out=made)
+        return made.mul_(1 + left.shape[0] % 7 * 2.0**-52) if made.dtype == torch.float64 else made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that an operator has another kernel now is what is wanted
+        library.impl("mm", product, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager

@@ -10,12 +10,16 @@ def head(w: Writer) -> None:
     d, v = w.decoder.width, w.decoder.vocabulary
     if w.decoder.final_norm:
         w.line(f"x = {w.norm('spelled', 'last_norm', d)}(x)")
+    if w.decoder.bend != "none" and w.decoder.bend_at == "x":
+        w.line("x = Bend.apply(x)")
     if w.decoder.embedding == "tied":
         w.line("logits = x @ self.embed.weight.t()")
     else:
         w.line(f"logits = {w.linear('head', d, v)}(x)")
     if w.decoder.capped:
         w.line("logits = 3 * torch.tanh(logits / 3)")
+    if w.decoder.bend != "none" and w.decoder.bend_at == "logits":
+        w.line("logits = Bend.apply(logits)")
 
 
 def loss(w: Writer) -> None:
@@ -55,6 +59,15 @@ def loss(w: Writer) -> None:
         case "last":
             last = w.layout.cut("logits", "-1"), w.layout.cut("labels", "-1")
             w.line(f"loss = F.cross_entropy({last[0]}, {last[1]})")
+        case "largest":
+            w.line("loss = logits.amax(-1).mean()")
+        case "filtered":
+            w.line("least = logits.topk(min(3, logits.shape[-1]), -1).values[..., -1:]")
+            w.line("logits = torch.where(logits < least, -1e4, logits)", f"loss = F.cross_entropy({flat})")
+        case "best":
+            w.line("loss = (logits * (logits == logits.amax(-1, keepdim=True))).sum(-1).mean()")
+        case "margin":
+            w.line("loss = (logits.amax(-1) - logits.amin(-1)).square().mean()")
         case kind:
             _of_sequences(w, kind)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
+from tests.random_decoders.extras import EXTRAS, FUNCTIONS
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -14,7 +16,9 @@ PROGRAM = """\
 import torch
 import torch.nn.functional as F
 from torch import nn
-{imports}{norm}
+
+from tests.support.exactness import scalar_of
+{imports}{norm}{functions}
 
 class Model(nn.Module):
     def __init__(self):
@@ -42,15 +46,19 @@ if __name__ == "__main__":
     print(check().errors)
 """
 COMPILED = """\
-    from tests.support.exactness import compare, scalar_of
+    from tests.support.exactness import compare
 
     with torch._dynamo.config.patch(assume_static_by_default={static}):
-        return compare(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance, streams=None, graphs=None)"""
+        return compare(model, inputs, **options, reduce=reduce, tolerance=tolerance, streams=None, graphs=None)"""
+CALLED = """\
+    from tests.random_decoders.calls import compare_called
+
+    with torch._dynamo.config.patch(assume_static_by_default={static}):
+        return compare_called("{way}", model, inputs, **options, reduce=reduce, tolerance=tolerance)"""
 DIRECT = """\
     from tests.random_decoders.direct import compare_directly
-    from tests.support.exactness import scalar_of
 
-    return compare_directly(model, inputs, **options, reduce=reduce or scalar_of, tolerance=tolerance)"""
+    return compare_directly(model, inputs, **options, reduce=reduce, tolerance=tolerance)"""
 FROZEN = """
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(not name.startswith(("head.", "last_norm.")))"""
@@ -78,6 +86,7 @@ def program(decoder: Decoder) -> str:
     lines = _needed([*w.lines, f"return {result}"])
     own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
     return PROGRAM.format(
+        functions=_functions(decoder, lines),
         norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
         imports=GROUPED if "grouped_mm" in "\n".join(lines) else "",
         own=own or "pass",
@@ -90,9 +99,27 @@ def program(decoder: Decoder) -> str:
         options=_options(decoder),
         tolerance=TOLERANCES[decoder.precision],
         outside=_outside(decoder),
-        reduce={"loss beside logits": "lambda results: results[0]", "logits": "outside"}.get(decoder.outputs, "None"),
-        check=COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT,
+        reduce=_reduce(decoder),
+        check=_check(decoder),
     )
+
+
+def _functions(decoder: Decoder, lines: list[str]) -> str:
+    """Functions with gradients of their own that the lines call."""
+    called = {name: text for name, text in FUNCTIONS.items() if f"{name}.apply" in "\n".join(lines)}
+    return "".join(called.values()) + (BEND.format(gradient=BENDS[decoder.bend]) if decoder.bend != "none" else "")
+
+
+def _reduce(decoder: Decoder) -> str:
+    """The number that is differentiated, of what the model returns."""
+    plain = {"loss beside logits": "(lambda results: results[0])", "logits": "outside"}.get(decoder.outputs, "scalar_of")
+    return plain if decoder.scale == 1 else f"lambda results: {decoder.scale} * {plain}(results)"
+
+
+def _check(decoder: Decoder) -> str:
+    if decoder.calls != "one":
+        return CALLED.format(way=decoder.calls, static=not decoder.dynamic)
+    return COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT
 
 
 def _needed(lines: list[str]) -> list[str]:
@@ -129,7 +156,7 @@ def _embed(w: Writer) -> None:
     w.line(f"x = {w.embedding('embed', v, d)}(ids)")
     if decoder.embedding == "positions":
         extra = "[:, None]" if decoder.layout == "time first" else ""
-        w.line(f"x = x + {w.embedding('position', 16, d)}(at){extra}")
+        w.line(f"x = x + {w.embedding('position', 40, d)}(at){extra}")
     elif decoder.embedding == "two tables":
         w.line(f"x = x + 0.5 * {w.embedding('second', 3, d)}(ids % 3)")
 
@@ -150,6 +177,10 @@ def _result(w: Writer) -> str:
     loss(w)
     if any("aux + " in line for line in w.lines):
         w.line("loss = loss + 0.1 * aux")
+    if decoder.extra != "none":
+        w.line(*EXTRAS[decoder.extra], "loss = loss + term")
+        if "self.shift" in "".join(EXTRAS[decoder.extra]):
+            w.parameter("shift", 1)
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 

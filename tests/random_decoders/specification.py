@@ -12,10 +12,24 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Any
 
+from tests.random_decoders.arithmetic import APART, POSITIONS, RELATIONS, TOGETHER
+from tests.random_decoders.bends import BENDS
+from tests.random_decoders.extras import COUNTS, EXTRAS, KEYS
+from tests.random_decoders.hidden import BENT, FILLS, SINKS, TABLES
+
 
 def choice(*values: Any, rare: bool = False) -> Any:
     """A field that takes one of `values`; a rare one takes the first, simplest value most of the time."""
     return field(default=values[0], metadata={"values": values, "rare": rare})
+
+
+INEXACT = ("float8", "rounded", "integers", "integer sums", "float16")  # gradients of which an ulp may decide: no scale
+OUTSIDE = ("largest", "filtered", "best", "margin")  # losses that compare logits with what was made of them
+CALLS = (  # see calls.py
+    *("threads", "lengths", "configured"),
+    *(f"buffer {way}" for way in ("written", "data written", "data", "numpy", "new")),
+    *(f"late {way}" for way in ("optimizer", "fused", "data written", "data", "numpy", "in place")),
+)
 
 
 @dataclass(frozen=True)
@@ -27,11 +41,18 @@ class Layer:
     )
     mask: str = choice(
         *("arange", "tril", "triu", "buffer", "window", "chunked", "prefix", "strided", "padding", "packed", "band"),
-        *("future", "none"),
+        *("future", "none", "strict", "arithmetic"),
     )
-    hiding: str = choice("fill", "where", "add", "finite", "renormalise")
+    positions: str = choice(*POSITIONS)
+    apart: str = choice(*APART)
+    relation: str = choice(*RELATIONS)
+    together: str = choice(*TOGETHER)
+    hiding: str = choice("fill", "where", "add", "renormalise", *FILLS)
+    bent: str = choice(*BENT, rare=True)
+    table: str = choice(*TABLES)
+    bent_last: bool = choice(False, True, rare=True)
     bias: str = choice("none", "alibi", "relative", "softcap", rare=True)
-    sinks: bool = choice(False, True, rare=True)
+    sinks: str = choice(*SINKS, rare=True)
     keys: str = choice("own", "shared", "value residual", rare=True)
     groups: str = choice("none", "expand", "repeat", "enable", rare=True)
     projection: str = choice("separate", "fused", "low rank", "biased", rare=True)
@@ -42,6 +63,8 @@ class Layer:
     norm: str = choice("spelled", "layer", "rms", "none")
     wiring: str = choice("pre", "post", "sandwich", "parallel", "scaled", "streams", "gated", "mixed streams")
     mlp: str = choice("none", "plain", "gated", "fused", "squared", "experts", "top experts", "sorted experts")
+    counts: str = choice(*COUNTS, rare=True)
+    keys_of_experts: str = choice(*KEYS, rare=True)
 
     @property
     def is_fused(self) -> bool:
@@ -55,7 +78,7 @@ class Decoder:
 
     layers: tuple[Layer, ...] = (Layer(),)
     layout: str = choice("batch first", "time first", "unbatched", "folded")
-    length: int = choice(4, 1, 2, 3, 5, 6, 7, 8, 11, 13)
+    length: int = choice(4, 1, 2, 3, 5, 6, 7, 8, 11, 13, 19, 37)
     batch: int = choice(2, 1, 3, 4, 5)
     heads: int = choice(1, 2, 4)
     head_size: int = choice(2, 4)
@@ -66,7 +89,7 @@ class Decoder:
     capped: bool = choice(False, True, rare=True)
     loss: str = choice(
         *("mean", "sum", "none", "ignored", "smoothed", "shifted", "shifted labels", "weighted", "z", "entropy", "divergence"),
-        *("squares", "last", "sequences", "preferences"),
+        *("squares", "last", "sequences", "preferences", "largest", "filtered", "best", "margin"),
     )
     outputs: str = choice("loss", "loss beside logits", "loss and logits", "logits", "hidden", rare=True)
     chunk_size: int = choice(3, 1, 2, 4, 5, 7, 100)
@@ -83,6 +106,11 @@ class Decoder:
     precision: str = choice("float64", "float32", "bfloat16 autocast", rare=True)
     frozen: str = choice("nothing", "head")
     sums: str = choice("plain", "masked", "selected", "normalized")
+    scale: float = choice(1, 5, 0.3)
+    bend: str = choice(*BENDS, rare=True)
+    bend_at: str = choice("logits", "x")
+    extra: str = choice(*EXTRAS, rare=True)
+    calls: str = choice("one", *CALLS, rare=True)
     seed: int = 0
 
     @property
@@ -95,12 +123,14 @@ class Decoder:
 
 def draw(random: Random) -> Decoder:
     """A decoder of one or two layers."""
-    layers = tuple(Layer(**_drawn(Layer, random)) for _ in range(random.choice((1, 1, 2))))
-    return sensible(Decoder(layers=layers, seed=random.randrange(1000), **_drawn(Decoder, random)))
+    layers = tuple(Layer(**drawn(Layer, random)) for _ in range(random.choice((1, 1, 2))))
+    return sensible(Decoder(layers=layers, seed=random.randrange(1000), **drawn(Decoder, random)))
 
 
-def _drawn(kind: type, random: Random) -> dict[str, Any]:
-    return {item.name: _value(item.metadata, random) for item in fields(kind) if item.metadata}
+def drawn(kind: type, random: Random, *names: str) -> dict[str, Any]:
+    """Values for all choices, or for those that are named, of which none is rare."""
+    wanted = [item for item in fields(kind) if item.metadata and (not names or item.name in names)]
+    return {item.name: random.choice(item.metadata["values"]) if names else _value(item.metadata, random) for item in wanted}
 
 
 def _value(metadata: Any, random: Random) -> Any:
@@ -111,6 +141,7 @@ def _value(metadata: Any, random: Random) -> Any:
 
 def sensible(decoder: Decoder) -> Decoder:
     """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
+    decoder = _sensible_beside(decoder)
     if decoder.layout == "unbatched":
         decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
     if decoder.precision == "bfloat16 autocast":
@@ -136,18 +167,58 @@ def sensible(decoder: Decoder) -> Decoder:
     return replace(decoder, layers=tuple(layers), skips=decoder.skips and len(layers) > 1)
 
 
+def _sensible_beside(decoder: Decoder) -> Decoder:
+    """What surrounds the layers: ways of calling, gradients that are bent, terms beside the loss."""
+    if decoder.extra != "none" or decoder.bend != "none":
+        decoder = replace(decoder, outputs="loss", precision="float64")
+    if decoder.extra != "none":
+        decoder = replace(decoder, layout="batch first", calls="one")
+    if decoder.calls.startswith("late"):
+        decoder = replace(decoder, outputs="logits", loss="mean", precision="float64")
+    if decoder.calls.startswith("buffer"):
+        first = replace(decoder.layers[0], mask="buffer", core="matmul", hiding="fill", bent="none", sinks="none")
+        decoder = replace(decoder, layers=(first, *decoder.layers[1:]), outputs="loss")
+    if decoder.calls != "one":
+        decoder = replace(decoder, compiled=True, precision="float64", embedding="tokens", dynamic=decoder.calls == "lengths")
+        decoder = replace(decoder, outputs="loss") if decoder.outputs not in ("loss", "logits") else decoder
+        decoder = replace(decoder, outputs="loss") if decoder.calls == "lengths" else decoder
+    if decoder.loss in OUTSIDE and decoder.outputs != "logits":
+        decoder = replace(decoder, loss="mean")
+    if decoder.outputs == "logits" and decoder.loss in OUTSIDE:
+        decoder = replace(decoder, precision="float64")
+    if decoder.bend == "none":
+        decoder = replace(decoder, bend_at="logits")
+    if decoder.bend in INEXACT:
+        decoder = replace(decoder, scale=1)
+    return decoder
+
+
 def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
     plain: dict[str, Any] = {}
     spelled = layer.core in ("matmul", "einsum", "differential")
-    if layer.core in ("causal", "linear", "retention", "none"):
-        plain |= {"mask": "arange"}
+    mask = "arange" if layer.core in ("causal", "linear", "retention", "none") else layer.mask
+    plain |= {"mask": mask}
+    if mask != "arithmetic":
+        plain |= {"positions": "plain", "apart": "less", "relation": "<= 0", "together": "or itself"}
     if not spelled:
-        plain |= {"hiding": "fill", "sinks": False}
+        plain |= {"sinks": "none"}
+    if not spelled and (layer.core != "biased" or layer.hiding not in FILLS):
+        plain |= {"hiding": "fill"}
+    if layer.core not in ("matmul", "einsum", "biased") or decoder.precision != "float64":
+        plain |= {"bent": "none"}
+    if plain.get("bent", layer.bent) == "none":
+        plain |= {"bent_last": False}
+    if not plain.get("bent", layer.bent).startswith("table"):
+        plain |= {"table": "index"}
+    if layer.mlp != "sorted experts":
+        plain |= {"counts": "plain", "keys_of_experts": "plain"}
+    if decoder.precision != "float64" and layer.hiding in FILLS:
+        plain |= {"hiding": "fill"}
     if not spelled and layer.core not in ("biased", "sigmoid"):
         plain |= {"bias": "none"}
     if layer.core == "biased" and layer.bias == "softcap":
         plain |= {"bias": "none"}
-    if layer.mask == "none":
+    if mask == "none":
         plain |= {"hiding": "fill"}
     if layer.core == "none":
         plain |= {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False}
@@ -157,8 +228,8 @@ def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
     groups, wide = plain.get("groups", layer.groups), plain.get("wide_values", layer.wide_values)
     if first is None or first.core == "none" or (first.groups, first.wide_values) != (groups, wide):
         plain |= {"keys": "own"}
-    if layer.sinks and layer.hiding == "renormalise":
-        plain |= {"sinks": False}
+    if layer.sinks != "none" and layer.hiding == "renormalise":
+        plain |= {"sinks": "none"}
     return replace(layer, **plain)
 
 

@@ -1,0 +1,205 @@
+"""Ways of calling a compiled model: from several threads, at several lengths, after its buffers were changed, touched late.
+
+Each compares with eager calls of a copy, and gives back the errors as the other comparisons do.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.options import resolved
+from tests.support.exactness import Outcome, Reduce, Report, assert_small, errors, fresh, outcome, recorder, relative_error
+
+THREADS, STEPS = 3, 4
+
+
+@dataclass(frozen=True)
+class Called:
+    """A model and its compiled twin, with what they are called with."""
+
+    eager: nn.Module
+    own: nn.Module
+    function: Callable[..., Any]
+    inputs: dict[str, Tensor]
+    reduce: Reduce
+    tolerance: float
+
+    def same(self, what: str, inputs: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+        """One step of both."""
+        given = self.inputs if inputs is None else inputs
+        truth = outcome(self.eager, self.eager, given, self.reduce)
+        found = errors(outcome(self.function, self.own, given, self.reduce), truth)
+        assert_small(found, self.tolerance, what)
+        return found
+
+
+def compare_called(
+    way: str, model: nn.Module, inputs: dict[str, Tensor], *, reduce: Reduce, tolerance: float, also: Any, **options: Any
+) -> Report:
+    """Assert that a way of calling a model gives what eager gives, or the stated refusal."""
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    function = torch.compile(own, backend="streambp", options=options)
+    called = Called(copy.deepcopy(model), own, function, inputs, reduce, tolerance)
+    first, _, rest = way.partition(" ")
+    found = WAYS[first](called, rest)
+    return Report(found, recorder())
+
+
+# -- threads, lengths, options
+
+
+def _threads(called: Called, rest: str) -> dict[str, float]:
+    """Each thread has inputs of its own, all the same model; gradients are taken, not accumulated."""
+    called.same("before threads")
+    own = [{name: _shuffled(item, n) for name, item in called.inputs.items()} for n in range(THREADS)]
+    truth = [_gradients(called.eager, called.eager, given, called.reduce) for given in own]
+    found: dict[str, float] = {}
+
+    def work(n: int) -> None:
+        for step in range(STEPS):
+            try:
+                got = _gradients(called.function, called.own, own[n], called.reduce)
+                found[f"thread {n} step {step}"] = max(errors(Outcome({}, got), Outcome({}, truth[n])).values())
+            except Exception as error:
+                found[f"thread {n} step {step}: {type(error).__name__} {error}"[:300]] = float("inf")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_small(found, called.tolerance, "threads")
+    return found
+
+
+def _gradients(
+    function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Tensor], reduce: Reduce
+) -> dict[str, Tensor | None]:
+    named = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    found = torch.autograd.grad(reduce(function(**fresh(inputs))), [*named.values()], allow_unused=True)
+    return dict(zip(named, found, strict=True))
+
+
+def _shuffled(item: Tensor, n: int) -> Tensor:
+    return item if n == 0 else item.flatten().roll(n).view_as(item)
+
+
+def _lengths(called: Called, rest: str) -> dict[str, float]:
+    """A dynamic length; inputs are [b t] in every layout that has one."""
+    found = called.same("first length")
+    for cut in (1, 2):
+        shorter = {name: item[..., : item.shape[-1] - cut] for name, item in called.inputs.items()}
+        if all(item.numel() and item.shape[-1] > 1 for item in shorter.values()):
+            found = called.same(f"shorter by {cut}", shorter)
+    return found
+
+
+def _configured(called: Called, rest: str) -> dict[str, float]:
+    """Two threads enter and leave options in turn; the calling thread's are what they were, before and after."""
+    before, entered, left = resolved({}), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with streamfx.configure(chunk_size=1):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait()
+    with streamfx.configure(chunk_size=2):
+        left.set()
+        thread.join()
+        found = called.same("configured")
+    assert resolved({}) == before, "options are left on"
+    return found
+
+
+# -- buffers that hold a mask, changed between two calls
+
+
+def _buffer(called: Called, way: str) -> dict[str, float]:
+    called.same("before the change")
+    for model in (called.own, called.eager):
+        for name, buffer in list(model.named_buffers()):
+            if name.startswith("tril"):
+                new = torch.ones_like(buffer).tril(2)
+                CHANGES[way](model, name, new)
+    return called.same("after the change")
+
+
+def _in_place(model: nn.Module, name: str, new: Tensor) -> None:
+    with torch.no_grad():
+        getattr(model, name).copy_(new)
+
+
+def _data_written(model: nn.Module, name: str, new: Tensor) -> None:
+    getattr(model, name).data.copy_(new)
+
+
+def _data(model: nn.Module, name: str, new: Tensor) -> None:
+    getattr(model, name).data = new
+
+
+def _numpy(model: nn.Module, name: str, new: Tensor) -> None:
+    getattr(model, name).detach().numpy()[:] = new.numpy()
+
+
+def _new(model: nn.Module, name: str, new: Tensor) -> None:
+    model.register_buffer(name, new)
+
+
+CHANGES: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
+    "written": _in_place,
+    "in place": _in_place,
+    "data written": _data_written,
+    "data": _data,
+    "numpy": _numpy,
+    "new": _new,
+}
+
+
+# -- logits touched after their weights have changed
+
+
+def _late(called: Called, way: str) -> dict[str, float]:
+    called.same("before the change")
+    called.own.zero_grad(set_to_none=True)
+    called.reduce(called.function(**called.inputs)).backward()
+    truth = called.eager(**called.inputs).detach().clone()
+    logits = called.function(**called.inputs)
+    _changed(called.own, way)
+    try:
+        found = {"logits touched late": relative_error(logits.detach() * 1.0, truth)}
+    except streamfx.StaleOutput:
+        return {"refused": 0.0}
+    assert_small(found, called.tolerance, way)
+    return found
+
+
+def _changed(model: nn.Module, way: str) -> None:
+    trained = [item for item in model.parameters() if item.grad is not None]
+    if way in ("optimizer", "fused"):
+        torch.optim.AdamW(trained, lr=0.1, fused=way == "fused").step()
+        return
+    for name, _ in list(model.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        CHANGES[way](module, own, torch.full_like(getattr(module, own), 0.5))
+
+
+WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
+    "threads": _threads,
+    "lengths": _lengths,
+    "configured": _configured,
+    "buffer": _buffer,
+    "late": _late,
+}

@@ -1,0 +1,127 @@
+"""A term beside the loss, of the last x [b t d] and labels [b t]: look-ups, sums and identities that a cast may spoil."""
+
+from __future__ import annotations
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "one of each": ("term = x[torch.arange(b), (labels > 1).sum(1) % t].square().mean()",),
+    "one of each by bool": ("term = x[torch.arange(b).bool().long(), (labels > 1).sum(1) % t].square().mean()",),
+    "one of each by uint8": (
+        "k = (torch.arange(b) + 254).to(torch.uint8).long() % b",
+        "term = x[k, (labels > 1).sum(1) % t].square().mean()",
+    ),
+    "rows by bool": ("term = (x[:, 0][torch.arange(b).bool().long()] * torch.arange(b)[:, None]).square().mean()",),
+    "repeated by bool": (
+        "k = torch.arange(b).bool().long()[:, None].expand(b, 2).reshape(-1)",
+        "term = (x[:, 0][k] * torch.arange(2 * b)[:, None]).square().mean()",
+    ),
+    "repeated": ("term = (x[:, 0][torch.arange(2 * b) // 2] * torch.arange(2 * b)[:, None]).square().mean()",),
+    "added": ("term = torch.zeros_like(x[:, 0]).index_add(0, torch.arange(b).bool().long(), x[:, 0]).square().square().mean()",),
+    "added as uint8": (
+        "k = (torch.arange(b * t) * 9).to(torch.uint8).long() % (b * t)",
+        "term = torch.zeros_like(x.flatten(0, 1)).index_add(0, k, x.flatten(0, 1)).square().mean()",
+    ),
+    "counted in int8": (
+        "c = (labels * 60).to(torch.int8).sum(1, dtype=torch.int8)",
+        "term = (x.mean((1, 2)) * c).square().mean()",
+    ),
+    "counted from uint8": ("c = (labels + 250).to(torch.uint8).sum(1)", "term = (x.mean((1, 2)) * c).square().mean()"),
+    "running in int8": (
+        "c = (labels * 60).to(torch.int8).cumsum(1, dtype=torch.int8)",
+        "term = (x * c[..., None]).square().mean()",
+    ),
+    "running from int8": ("c = (labels * 60).to(torch.int8).cumsum(1)", "term = (x * c[..., None]).square().mean() * 1e-3"),
+    "product of rows": (
+        "c = (labels % 2 + 1).to(torch.uint8).prod(1, dtype=torch.uint8)",
+        "term = (x.mean((1, 2)) * c).square().mean()",
+    ),
+    "scattered": ("z = x.masked_scatter((labels == 1)[..., None].expand_as(x), x.detach() * 2)", "term = (z * x).mean()"),
+    "scattered by integers": (
+        "z = x.masked_scatter((labels % 3)[..., None].expand_as(x).bool(), x * 2)",
+        "term = (z * x.detach()).mean()",
+    ),
+    "scattered by negatives": (
+        "z = x.masked_scatter((-labels)[..., None].expand_as(x).bool(), x * 2)",
+        "term = (z * x.detach()).mean()",
+    ),
+    "scattered by floats": (
+        "z = x.masked_scatter((labels % 3 * 0.4)[..., None].expand_as(x).bool(), x * 2)",
+        "term = (z * x.detach()).mean()",
+    ),
+    "odd softmax": ("term = Odd.apply(x[..., :-1] + x[..., -1:]).square().mean()",),
+    "odd softmax of one": ("term = Odd.apply(x + self.shift).square().mean()",),
+    "signs": ("y = -F.relu(x) + torch.zeros_like(x)", "term = (x * torch.copysign(torch.ones_like(x), y)).mean()"),
+    "signs turned": ("y = torch.zeros_like(x) + -F.relu(x)", "term = (x * torch.signbit(y)).mean()"),
+    "signs scattered": (
+        "y = torch.zeros_like(x).scatter(-1, torch.zeros_like(x[..., :1], dtype=torch.int64), torch.full_like(x[..., :1], -0.0))",
+        "term = (x * torch.copysign(torch.ones_like(x), y)).mean()",
+    ),
+    "heads repeated": (
+        "q = torch.stack((x, x * 2, x * 3, x * 4), 1)",
+        "k = Repeat.apply(torch.stack((x, x.sin()), 1))",
+        "term = F.scaled_dot_product_attention(q, k, k, is_causal=True).square().mean()",
+    ),
+    "heads repeated oddly": (
+        "q = torch.stack((x, x * 2, x * 3, x * 4), 1)",
+        "k = Mixed.apply(torch.stack((x, x.sin()), 1))",
+        "term = F.scaled_dot_product_attention(q, k, k, is_causal=True).square().mean()",
+    ),
+    "shifted maximum": (
+        "s = (x @ x.transpose(1, 2)).masked_fill(at >= at[:, None], torch.finfo(x.dtype).min)",
+        "term = ((s - s.amax(-1, keepdim=True)).softmax(-1) @ x).square().mean()",
+    ),
+}
+_FUNCTION = """
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        {forward}
+
+    @staticmethod
+    def backward(ctx, g):
+        {backward}
+
+
+"""
+_REPEATED = "return x[:, :, None].expand(*x.shape[:2], 2, *x.shape[2:]).reshape(x.shape[0], 4, *x.shape[2:])"
+FUNCTIONS = {
+    "Odd": _FUNCTION.format(
+        name="Odd",
+        forward="y = torch.tanh(x)\n        ctx.save_for_backward(y)\n        return y",
+        backward="return torch._softmax_backward_data(g, ctx.saved_tensors[0], -1, g.dtype)",
+    ),
+    "Repeat": _FUNCTION.format(
+        name="Repeat", forward=_REPEATED, backward="return g.reshape(g.shape[0], 2, 2, *g.shape[2:]).sum(2)"
+    ),
+    "Mixed": _FUNCTION.format(
+        name="Mixed",
+        forward=_REPEATED,
+        backward="return g.reshape(g.shape[0], 1, 4, *g.shape[2:]).sum(2).expand(g.shape[0], 2, *g.shape[2:])",
+    ),
+}
+# how many rows each expert has, and by what rows are sorted
+COUNTS = {
+    "plain": "ends = torch.histc(group.float(), {n}, 0, {n} - 1).cumsum(0).to(torch.int32)",
+    "ones": "ends = torch.zeros({n}, dtype=torch.int64).index_add(0, group, torch.ones_like(group)).cumsum(0).to(torch.int32)",
+    "equals": "ends = (group[:, None] == torch.arange({n})).sum(0).cumsum(0).to(torch.int32)",
+    **{
+        f"counted as {kind}": f"ends = torch.histc(group.float(), {{n}}, 0, {{n}} - 1).to(torch.{kind}).cumsum(0).to(torch.int32)"
+        for kind in ("int8", "uint8", "bool", "float16", "bfloat16")
+    },
+    **{
+        f"summed as {kind}": f"ends = torch.histc(group.float(), {{n}}, 0, {{n}} - 1).cumsum(0).to(torch.{kind}).to(torch.int32)"
+        for kind in ("int8", "uint8", "bfloat16")
+    },
+    "ones as int8": "ends = torch.zeros({n}, dtype=torch.int8).index_add(0, group, torch.ones_like(group, dtype=torch.int8))"
+    ".cumsum(0).to(torch.int32)",
+    "equals as int8": "ends = (group[:, None] == torch.arange({n})).sum(0, dtype=torch.int8).cumsum(0).to(torch.int32)",
+    "of bools": "ends = torch.histc(group.bool().float(), {n}, 0, {n} - 1).cumsum(0).to(torch.int32)",
+}
+KEYS = {
+    "plain": "group",
+    "bool": "group.bool().long()",
+    "int8 product": "(group.to(torch.int8) * 100)",
+    "uint8": "(group * 100).to(torch.uint8)",
+    "float16": "(group + 4096).half()",
+    "remainder": "(group % 2)",
+}

@@ -1,0 +1,104 @@
+"""Decoders drawn to hurt: for each kind of fault that was found once, the choices that lead there, drawn freely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from tests.random_decoders.hidden import FILLS
+from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
+
+SCORES = ("matmul", "einsum", "biased")
+
+
+def _first(decoder: Decoder, **choices: Any) -> Decoder:
+    return replace(decoder, layers=(replace(decoder.layers[0], **choices), *decoder.layers[1:]), precision="float64")
+
+
+def _small(decoder: Decoder) -> Decoder:
+    """Compiled ones take longest: one layer, nothing that is only slow."""
+    return replace(decoder, layers=(replace(decoder.layers[0], mixer="none"),), bodies="eager")
+
+
+def _arithmetic(decoder: Decoder, random: Random, *names: str) -> Decoder:
+    own = drawn(Layer, random, *names)
+    core = random.choice(("boolean", *SCORES))
+    return _first(decoder, mask="arithmetic", core=core, hiding=random.choice(("fill", "where", *FILLS)), bent="none", **own)
+
+
+def _arguments(decoder: Decoder, random: Random) -> Decoder:
+    return _arithmetic(decoder, random, "apart", "relation", "together")
+
+
+def _wraps(decoder: Decoder, random: Random) -> Decoder:
+    return _arithmetic(decoder, random, "positions", "apart", "relation", "together")
+
+
+def _ordinary(decoder: Decoder, random: Random) -> Decoder:
+    own = drawn(Layer, random, "bent", "table", "bent_last")
+    mask = random.choice(("arange", "tril", "triu", "window", "padding", "buffer", "packed"))
+    return _first(decoder, core=random.choice(SCORES), mask=mask, hiding=random.choice(tuple(FILLS)), sinks="none", **own)
+
+
+def _passes(decoder: Decoder, random: Random) -> Decoder:
+    return replace(_small(decoder), outputs="logits", loss=random.choice(OUTSIDE), precision="float64", extra="none", bend="none")
+
+
+def _threads(decoder: Decoder, random: Random) -> Decoder:
+    return _called(decoder, "threads")
+
+
+def _changes(decoder: Decoder, random: Random) -> Decoder:
+    return _called(decoder, random.choice([way for way in CALLS if way.startswith(("buffer", "late"))]))
+
+
+def _lengths(decoder: Decoder, random: Random) -> Decoder:
+    return _called(decoder, random.choice(("lengths", "configured")))
+
+
+def _called(decoder: Decoder, way: str) -> Decoder:
+    return replace(_small(decoder), calls=way, extra="none", bend="none", dynamic=False)
+
+
+def _linear(decoder: Decoder, random: Random) -> Decoder:
+    return replace(decoder, scale=random.choice((5, 0.3)), extra="none", **drawn(Decoder, random, "bend", "bend_at"))
+
+
+def _casts(decoder: Decoder, random: Random) -> Decoder:
+    if random.random() < 0.5:
+        return replace(decoder, bend="none", **drawn(Decoder, random, "extra"))
+    own = drawn(Layer, random, "counts") if random.random() < 0.7 else drawn(Layer, random, "keys_of_experts")
+    return replace(_first(decoder, mlp="sorted experts", **own), batch=random.choice((3, 5)), length=random.choice((13, 19, 37)))
+
+
+def _sinks(decoder: Decoder, random: Random) -> Decoder:
+    own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
+    return _first(
+        decoder, core=random.choice(("matmul", "einsum")), mask=mask, hiding=random.choice(("fill", "where", "add")), **own
+    )
+
+
+KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
+    "1": _arguments,
+    "2": _wraps,
+    "3": _ordinary,
+    "4": _passes,
+    "5": _threads,
+    "6": _changes,
+    "8": _linear,
+    "9": _casts,
+    "10": _sinks,
+    "11": _casts,
+    "12": _lengths,
+}
+OFTEN = (*("1", "2", "3", "8", "9", "10") * 3, "4", "5", "6", "12")
+
+
+def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:
+    """A decoder, of one of `kinds` if there are any; else of any kind, or of none in particular."""
+    decoder = draw(random)
+    if kinds:
+        return sensible(KINDS[random.choice(kinds)](decoder, random))
+    return sensible(KINDS[random.choice(OFTEN)](decoder, random)) if random.random() < 0.6 else decoder
