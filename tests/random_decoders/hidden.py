@@ -1,7 +1,7 @@
 """What is done to scores beside the mask of positions: keys hidden by data, by activations, by tables of tokens, by the diagonal.
 
-A row is an expression of the scores {s}; {gate} is a number per key made from activations, {keep} which keys are there, {number} what
-is looked up for each token, {eye} the diagonal. Whatever stands for minus infinity here may meet a fill that is larger.
+A row is an expression of the scores {s}; {gate} is a number per key made from activations, {keep} which keys are there, {number}
+what is looked up for each token, {eye} the diagonal. Whatever stands for minus infinity here may meet a fill that is larger.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from tests.random_decoders.extras import EXTRAS
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -73,6 +74,11 @@ def _casts(decoder: Decoder, random: Random) -> Decoder:
     return replace(_first(decoder, mlp="sorted experts", **own), batch=random.choice((3, 5)), length=random.choice((13, 19, 37)))
 
 
+def _operands(decoder: Decoder, random: Random) -> Decoder:
+    names = [name for name in EXTRAS if name.startswith(("odd", "signs", "heads", "shifted"))]
+    return replace(decoder, bend="none", extra=random.choice(names))
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -90,10 +96,10 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "8": _linear,
     "9": _casts,
     "10": _sinks,
-    "11": _casts,
+    "11": _operands,
     "12": _lengths,
 }
-OFTEN = (*("1", "2", "3", "8", "9", "10") * 3, "4", "5", "6", "12")
+OFTEN = (*("1", "2", "3", "8", "9", "10", "11") * 3, "4", "5", "6", "12")
 
 
 def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:
