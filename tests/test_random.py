@@ -13,8 +13,17 @@ from tests.random_decoders.specification import Decoder, Layer, draw, sensible, 
 
 EACH = 10
 FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py: what was wrong before each was mended
-    **{"1": (6, 18), "2": (6, 9), "3": (6, 18), "4": (0, 12), "5": (0,), "6": (1, 2), "8": (9,), "9": (1, 3, 4), "10": (0, 1)},
-    **{"11": (0, 1, 2), "12": (0,)},
+    "1": (6, 18),
+    "2": (6, 9),
+    "3": (6, 18),
+    "4": (0, 12),
+    "5": (0,),
+    "6": (1, 2),
+    "8": (9,),
+    "9": (1, 3, 4),
+    "10": (0, 1),
+    "11": (0, 1, 2),
+    "12": (0,),
 }
 
 
