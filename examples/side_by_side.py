@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from peak_memory import PeakMemory
 
+INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 METHODS = {"checkpointing": "gradient checkpointing", "streambp": "streambp"}
 
 
@@ -46,10 +47,20 @@ def compare(
     if options.work:
         work(options.work[0], options, Report(options.work[0], Path(options.work[1])))
         return
-    rows = _all_ways(options)
+    rows: list[dict[str, Any]] = []
+    try:
+        _all_ways(rows, options)
+    except KeyboardInterrupt:
+        _show(rows, options, measure)
+        print(f"interrupted: {len(rows)} of {len(METHODS)} ways were finished", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    _show(rows, options, measure)
+
+
+def _show(rows: list[dict[str, Any]], options: argparse.Namespace, measure: str) -> None:
     if options.json:
         print(json.dumps({"length": options.length, "steps": options.steps, "measure": measure, "rows": rows}))
-    else:
+    elif rows:
         _print_table(rows, measure, f"{Path(sys.argv[0]).stem}: {options.steps} steps on sequences of {options.length:,} tokens")
 
 
@@ -98,7 +109,8 @@ class Report:
         print("\n" + json.dumps(event), flush=True)
 
 
-def _all_ways(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _all_ways(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Adds a row for each way as it ends."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -107,7 +119,8 @@ def _all_ways(options: argparse.Namespace) -> list[dict[str, Any]]:
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, TextColumn("{task.fields[value]}"), console=Console(stderr=True)) as progress,
     ):
-        return [_one_way(method, Path(folder), options, progress) for method in METHODS]
+        for method in METHODS:
+            rows.append(_one_way(method, Path(folder), options, progress))
 
 
 def _one_way(method: str, folder: Path, options: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -115,15 +128,15 @@ def _one_way(method: str, folder: Path, options: argparse.Namespace, progress: A
     errors = folder / f"{method}.txt"
     command = [sys.executable, *sys.argv, "--work", method, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors.open("w"), text=True)
-    assert process.stdout is not None
-    events: list[dict[str, float]] = []
-    for line in process.stdout:
-        if not line.startswith('{"'):  # what a trainer prints
-            continue
-        events.append(json.loads(line))
-        if "value" in events[-1]:
-            progress.update(bar, advance=1, value=f"{events[-1]['value']:.4f}")
-    if process.wait():
+    try:
+        events = list(_followed(process, bar, progress))
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.kill()
+        process.wait()
+        progress.update(bar, value="interrupted")
+        raise
+    if code:
         lines = [line for line in errors.read_text().splitlines() if line.strip()]
         raise SystemExit(f"{METHODS[method]} stopped: {lines[-1] if lines else 'no message'}")
     steps = [event for event in events if "value" in event]
@@ -135,6 +148,17 @@ def _one_way(method: str, folder: Path, options: argparse.Namespace, progress: A
         "peak_bytes": max(step["peak"] for step in settled),
         "seconds_per_step": statistics.median(step["seconds"] for step in settled),
     }
+
+
+def _followed(process: Any, bar: Any, progress: Any) -> Iterator[dict[str, float]]:
+    """What the process tells, step by step."""
+    for line in process.stdout:
+        if not line.startswith('{"'):  # what a trainer prints
+            continue
+        event = json.loads(line)
+        if "value" in event:
+            progress.update(bar, advance=1, value=f"{event['value']:.4f}")
+        yield event
 
 
 def _print_table(rows: list[dict[str, Any]], measure: str, title: str) -> None:

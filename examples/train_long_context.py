@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from peak_memory import PeakMemory
 
+INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 METHODS = {"eager": "eager", "checkpointing": "gradient checkpointing", "streambp": "streambp"}
 
 
@@ -136,21 +137,31 @@ def run(method: str, folder: Path, options: argparse.Namespace, progress: Any) -
         stderr=(folder / "errors.txt").open("w"),
         text=True,
     )
-    assert process.stdout is not None
-    events = []
-    for line in process.stdout:
-        events.append(json.loads(line))
-        if "loss" in events[-1]:
-            progress.update(bar, advance=1, loss=f"loss {events[-1]['loss']:.4f}")
-        elif "parameters" in events[-1]:
-            progress.update(bar, loss=f"first step, {events[-1]['parameters'] / 1e6:.0f} M parameters")
-    code = process.wait()
+    try:
+        events = list(followed(process, bar, progress))
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.kill()
+        process.wait()
+        progress.update(bar, loss="interrupted")
+        raise
     if code == -signal.SIGKILL or (events and "failed" in events[-1]):
         progress.update(bar, loss="out of memory")
         return {"method": METHODS[method], "failed": "out of memory"}
     if code:
         raise SystemExit(f"{METHODS[method]} stopped: {last_line(folder / 'errors.txt')}")
     return row(method, [event for event in events if "loss" in event])
+
+
+def followed(process: Any, bar: Any, progress: Any) -> Iterator[dict[str, Any]]:
+    """What the process tells, step by step."""
+    for line in process.stdout:
+        event = json.loads(line)
+        if "loss" in event:
+            progress.update(bar, advance=1, loss=f"loss {event['loss']:.4f}")
+        elif "parameters" in event:
+            progress.update(bar, loss=f"first step, {event['parameters'] / 1e6:.0f} M parameters")
+        yield event
 
 
 def last_line(path: Path) -> str:
@@ -195,10 +206,8 @@ def cells(item: dict[str, Any]) -> list[str]:
     ]
 
 
-def main() -> None:
-    options = with_defaults(arguments().parse_args())
-    if options.work:
-        return work(options.work[0], Path(options.work[1]), options)
+def run_all(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Adds a row for each way as it ends."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from workload import token_batches
@@ -211,11 +220,29 @@ def main() -> None:
         reading = progress.add_task("reading text", total=None, loss="")
         torch.save(token_batches(options.model, options.length, options.steps), Path(folder) / "tokens.pt")
         progress.update(reading, total=1, completed=1, loss=f"{options.steps} x {options.length:,} tokens")
-        rows = [run(method, Path(folder), options, progress) for method in METHODS]
+        for method in METHODS:
+            rows.append(run(method, Path(folder), options, progress))
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if options.json:
-        print(json.dumps({"model": options.model, "length": options.length, "steps": options.steps, "rows": rows}))
-    else:
+        print(json.dumps({"model": options.model, "length": options.length, "steps": options.steps, "rows": rows}), flush=True)
+    elif rows:
         print_table(rows, f"{options.model}: {options.steps} steps on {options.length:,} tokens each")
+
+
+def main() -> None:
+    options = with_defaults(arguments().parse_args())
+    if options.work:
+        return work(options.work[0], Path(options.work[1]), options)
+    rows: list[dict[str, Any]] = []
+    try:
+        run_all(rows, options)
+    except KeyboardInterrupt:
+        show(rows, options)
+        print(f"interrupted: {len(rows)} of {len(METHODS)} ways were finished", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    show(rows, options)
 
 
 if __name__ == "__main__":

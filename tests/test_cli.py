@@ -179,3 +179,12 @@ def test_wrong_usage() -> None:
     with pytest.raises(SystemExit) as error:
         main(["explain"])
     assert error.value.code == 2
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamfx.cli.doctor.run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

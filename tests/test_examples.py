@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NEEDS = {"custom_loss": (), "distillation": (), "dpo_lora": ("trl", "peft", "datasets"), "grpo": ("trl", "datasets")}
+
+
+class Interrupting:
+    """A progress bar that is interrupted at a way's first step."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.tasks = 0
+
+    def __enter__(self) -> Interrupting:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def add_task(self, *_: Any, **__: Any) -> int:
+        self.tasks += 1
+        return self.tasks
+
+    def update(self, task: int, advance: int = 0, **_: Any) -> None:
+        if advance and task == self.tasks and self.tasks > INTERRUPTED_AT:
+            raise KeyboardInterrupt
+
+
+INTERRUPTED_AT = 2  # the bars of reading and of the first way, or of both ways that were finished
+TOLD = {"loss": 1.0, "value": 1.0, "seconds": 1.0, "peak": 1, "difference": 0.0}
+
+
+@pytest.mark.parametrize(("name", "finished"), [("train_long_context", 1), ("side_by_side", 2)])
+def test_an_interrupt_keeps_what_is_finished(
+    name: str, finished: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C: the rows so far, no traceback, an exit code that says so, and no process left behind."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example = importlib.import_module(name)
+    children: list[subprocess.Popen[str]] = []
+    start = subprocess.Popen
+
+    def popen(command: list[str], **keywords: Any) -> subprocess.Popen[str]:
+        program = f"print({json.dumps(TOLD)!r}, flush=True)"
+        if len(children) == finished:
+            program += "; import time; time.sleep(600)"
+        children.append(start([sys.executable, "-S", "-c", program], **keywords))
+        return children[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr("rich.progress.Progress", Interrupting)
+    monkeypatch.setattr("workload.token_batches", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(sys, "argv", [name, "--quick", "--json"])
+    monkeypatch.setitem(example.METHODS, "third", "one more")
+    with pytest.raises(SystemExit) as ended:
+        example.main() if name == "train_long_context" else example.compare(None, example.arguments("", 1, 1))
+    assert ended.value.code == 130
+    assert len(children) == finished + 1
+    assert children[-1].poll() is not None
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out.splitlines()[-1])["rows"]) == finished
+    assert f"interrupted: {finished} of" in printed.err
 
 
 @pytest.mark.long

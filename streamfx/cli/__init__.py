@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from streamfx.cli import doctor, explain, plan, verify
-from streamfx.cli.codes import REFUSED, Answer
+from streamfx.cli.codes import INTERRUPTED, REFUSED, Answer
 from streamfx.errors import StreamFXError
 
-CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no"
+CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
 COMMANDS = (explain, verify, plan, doctor)
 
 
@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StreamFXError as error:
         print(error, file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     text, code = answer if isinstance(answer, Answer) else (answer, 0)
     print(text)
     return code

@@ -4,13 +4,14 @@
 1  refused: one message on standard error says what was asked, what was found, and what to do
 2  the command line itself is wrong (argparse)
 3  done, and the answer is no: `verify` found a difference, `explain --strict` something that runs whole, `doctor` a fault
+130  Ctrl-C
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-REFUSED, NOT_SO = 1, 3
+REFUSED, NOT_SO, INTERRUPTED = 1, 3, 130
 
 
 class Answer(NamedTuple):
