@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from streamfx.capture import captured
-from streamfx.constants import WatchedInput, watched_inputs
+from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.deferral import Deferral, defer_outputs
 from streamfx.errors import NotStreamed, OverBudget, told
 from streamfx.inductor import blame, uses_inductor
@@ -349,7 +349,7 @@ class Guarded:
         self._general: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        if all(item.still_holds(inputs[item.position]) for item in self._watched):
+        if all_hold(self._watched, inputs):
             return self._compiled(*inputs)
         if self._general is None:
             self._general = self._otherwise(inputs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Buffer, Parameter
 
-from streamfx.fingerprint import MOST_BYTES, Fingerprint, has_memory
+from streamfx.fingerprint import MOST_BYTES, Fingerprint, any_hidden_change, has_memory
 from streamfx.ir.pieces import Pieces, everywhere, joined
 from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
 
@@ -93,16 +93,19 @@ class WatchedInput:
             return WatchedInput(position, pattern, None)
         return WatchedInput(position, pattern, Fingerprint.of(tensor, reads=_is_read(tensor, pattern)), tensor.data_ptr())
 
-    def still_holds(self, tensor: Any) -> bool:
-        """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
+    def looks_the_same(self, tensor: Any) -> bool:
+        """Whether the input is what it was, as far as can be told without a look at its values."""
         if self.seen is None:
             return True
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self.seen.visible_change(tensor) is not None:
             return False
-        is_where_it_was = self.seen.sums is not None or tensor.data_ptr() == self.address
-        if is_where_it_was and self.seen.change(tensor) is None:
+        return self.seen.sums is not None or tensor.data_ptr() == self.address
+
+    def still_holds(self, tensor: Any) -> bool:
+        """Whether the input still has the pattern, which is looked for again only if it is not what it was."""
+        if self.looks_the_same(tensor) and (self.seen is None or self.seen.hidden_change(tensor) is None):
             return True
-        if pattern_of(tensor) != self.pattern:
+        if not isinstance(tensor, Tensor) or pattern_of(tensor) != self.pattern:
             return False
         again = WatchedInput.of(self.position, tensor, self.pattern)
         self.seen, self.address = again.seen, again.address
@@ -127,3 +130,12 @@ def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedI
         if pattern is not None and _is_watchable(tensor, pattern):
             watched.append(WatchedInput.of(position, tensor, pattern))
     return watched
+
+
+def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
+    """Whether all watched inputs have their patterns. Where nothing has changed, each device is waited for once."""
+    if all(item.looks_the_same(inputs[item.position]) for item in watched):
+        read = [(item.seen, inputs[item.position]) for item in watched if item.seen is not None]
+        if not any_hidden_change(read):
+            return True
+    return all(item.still_holds(inputs[item.position]) for item in watched)

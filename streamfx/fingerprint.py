@@ -8,7 +8,7 @@ once costs what a product with it costs for a few dozen rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -35,7 +35,7 @@ class Fingerprint:
 
     @staticmethod
     def of(tensor: Tensor, reads: bool = True) -> Fingerprint:
-        """What is seen of a tensor now. Reads all its bytes, unless it `reads` none; asks nothing of the device."""
+        """What is seen of a tensor now. Where it `reads`, all its bytes are read, without a wait for the device."""
         layout, version = _layout(tensor), _version(tensor)
         if not reads or not has_memory(tensor):
             return Fingerprint(layout, version)
@@ -70,6 +70,16 @@ class Fingerprint:
         with no_modes():
             same = torch.equal(checksum(tensor), self.sums)
         return None if same else f"{name} holds other values than in the call (written past its version counter, as .data is)"
+
+
+def any_hidden_change(seen: Sequence[tuple[Fingerprint, Tensor]]) -> bool:
+    """Whether the values of some tensor show a change. Waits once for each device that they are on."""
+    differ: dict[torch.device, list[Tensor]] = {}
+    with no_modes(), torch.no_grad():
+        for fingerprint, tensor in seen:
+            if fingerprint.sums is not None:
+                differ.setdefault(tensor.device, []).append((checksum(tensor) != fingerprint.sums).any())
+        return any(bool(torch.stack(flags).any()) for flags in differ.values())
 
 
 def has_memory(tensor: Any) -> bool:

@@ -126,3 +126,32 @@ def test_gradients_know_what_was_chosen(name: str) -> None:
         found.append([value.detach() * 1, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
+
+
+BESIDE: dict[str, Callable[[Tensor], Any]] = {
+    "maxima": lambda x: x.amax(-1),
+    "the maximum": lambda x: x.max(),
+    "log-probabilities": lambda x: x.log_softmax(-1)[..., 7],
+    "predictions": lambda x: x.argmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_the_model_returned_is_found_among_its_logits(name: str) -> None:
+    _, (logits, told) = logits_of(BESIDE[name])
+    assert (BESIDE[name](logits) == told).all()
+
+
+def test_a_loss_tells_nothing_of_single_logits() -> None:
+    _, (logits, _) = logits_of(lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(x.shape[:2].numel(), dtype=torch.long)))
+    assert isinstance(logits, DeferredTensor)
+
+
+@torch.no_grad()
+def test_other_threads_and_other_modes_between_two_uses() -> None:
+    _, logits = logits_of()
+    maxima = logits.amax(-1, keepdim=True)
+    torch.set_num_threads(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ((logits == maxima).sum(-1) == 1).all()
+    assert torch.get_num_threads() == 2

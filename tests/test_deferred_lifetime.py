@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx import StaleOutput
-from streamfx.runtime import steps
+from streamfx.runtime import rebuild, steps
 from streamfx.runtime.deferred import DeferredTensor
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.rebuild import Source
@@ -115,6 +115,15 @@ def test_dense_outputs_are_plain() -> None:
         assert type(logits) is Tensor
         results.append((loss, logits, gradients(model)))
     assert_same(results[0], results[1])
+
+
+def test_what_is_small_beside_its_weights_is_made_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of a text that is generated: to read the weight again for a check would take as long as to make it."""
+    monkeypatch.setattr(rebuild, "SMALL", 0)
+    logits, dense = compiled.deferred(), compiled.dense()
+    with torch.no_grad():
+        compiled.model.weight.mul_(1.0)
+    assert_same(logits.detach() * 1, dense.detach())
 
 
 # -- changed parameters

@@ -175,8 +175,12 @@ def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
 def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
     """A tensor with the sizes of `like`, a meta tensor, that is rebuilt from `values` when touched."""
     if source.differentiable:
-        return DeferredOutput.apply(source, like, *values)
-    return DeferredTensor(Cell(like, source), source.recipe.device)
+        tensor: DeferredTensor = DeferredOutput.apply(source, like, *values)
+    else:
+        tensor = DeferredTensor(Cell(like, source), source.recipe.device)
+    if not source.waits:
+        tensor._cell.read()
+    return tensor
 
 
 # -- operators

@@ -98,6 +98,9 @@ def run_program(program: Program, values: Sequence[Any]) -> Any:
     return _Runner(program).run(*values)
 
 
+SMALL = 32  # times smaller than what it is made from: made at once, rather than to read a weight twice for the check
+
+
 @dataclass
 class _Kept:
     """A tensor that a recipe reads, and what it held when the call ended. `tensor` has the same memory and version."""
@@ -108,9 +111,9 @@ class _Kept:
     seen: Fingerprint
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> _Kept:
+    def of(name: str, tensor: Tensor, waits: bool) -> _Kept:
         alias = tensor.detach()
-        return _Kept(name, alias, tensor.requires_grad, Fingerprint.of(alias))
+        return _Kept(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
     def change(self, with_counter: bool) -> str | None:
         """What has happened to it since; without its version counter, what that does not show."""
@@ -185,13 +188,17 @@ class Agreement:
 
 
 class Source:
-    """What one deferred tensor, of `numel` elements, is rebuilt from. Holds only the tensors that the recipe reads."""
+    """What one deferred tensor, of `numel` elements, is rebuilt from. Holds only the tensors that the recipe reads.
+
+    A tensor that `waits` is made when it is touched; others are made in the call.
+    """
 
     def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, agreement: Agreement) -> None:
         self.recipe, self.numel, self.agreement = recipe, numel, agreement
         self.modes = Modes.now(recipe.device)
+        self.waits = SMALL * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
         self._values: list[Any] = [
-            value if isinstance(given, GivenSize) else _Kept.of(given.name, value)
+            value if isinstance(given, GivenSize) else _Kept.of(given.name, value, self.waits)
             for given, value in zip(recipe.program.given, values, strict=True)
         ]
         self._tapes: list[_Tape] = []  # at most one; taken out by whoever runs it: several threads may ask
