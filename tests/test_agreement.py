@@ -136,6 +136,10 @@ BESIDE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), some_ids().flatten())
+
+
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_the_model_returned_is_found_among_its_logits(name: str) -> None:
     _, (logits, told) = logits_of(BESIDE[name])
@@ -143,7 +147,7 @@ def test_what_the_model_returned_is_found_among_its_logits(name: str) -> None:
 
 
 def test_a_loss_tells_nothing_of_single_logits() -> None:
-    _, (logits, _) = logits_of(lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(x.shape[:2].numel(), dtype=torch.long)))
+    _, (logits, _) = logits_of(loss_of)
     assert isinstance(logits, DeferredTensor)
 
 
