@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.passes.along_sequence import _root_of_sum, _sum_of_paddings
 from streamfx.passes.building import GraphWriter
-from tests.support.canonical import INF, NAN, Case, Function, check, plain, same, scores, special
+from tests.support.canonical import INF, NAN, Case, Function, check, graphs, plain, same, scores, special
 
 aten = torch.ops.aten
 
@@ -170,6 +170,42 @@ ORDERS = {
         lambda x, keys: torch.zeros(7, dtype=x.dtype).scatter(0, keys.argsort(), x[:, 0].repeat(2)[:7][:7]), P, changes=False
     ),
 }
+
+
+def grouped(summed: Function, heads: int = 2, times: int = 3) -> Function:
+    """Attention over heads that are repeated, and what becomes of the gradient of the keys."""
+
+    def function(q: Tensor, k: Tensor, gradient: Tensor) -> list[Tensor]:
+        n, d = k.shape[2:]
+        wide = k[:, :, None].expand(2, heads, times, n, d).reshape(2, heads * times, n, d)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, wide, wide, 0.0, True)
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, wide, wide, out, lse, 0.0, True)
+        return [out, back[0], *(summed(part) for part in back[1:])]
+
+    return function
+
+
+HEADS = (plain(2, 6, 4, 2), plain(2, 2, 4, 2), plain(2, 6, 4, 2))
+GROUPS = {
+    "groups": (lambda dk: dk.view(2, 2, 3, 4, 2).sum(2), True),
+    "groups, squeezed": (lambda dk: dk.view(2, 2, 3, 4, 2).sum(2, keepdim=True).squeeze(2), True),
+    "other groups": (lambda dk: dk.view(2, 3, 2, 4, 2).sum(2), False),
+    "one group": (lambda dk: dk.view(2, 1, 6, 4, 2).sum(2), False),
+    "in another type": (lambda dk: dk.view(2, 2, 3, 4, 2).sum(2, dtype=torch.float32), False),
+    "two sums": (lambda dk: dk.view(2, 2, 3, 4, 2).sum((2, 3)), False),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_heads(name: str) -> None:
+    """Heads stay apart only where a gradient is summed over the very repeats."""
+    summed, undone = GROUPS[name]
+    case = Case(grouped(summed), HEADS, bits=False)
+    check(case)
+    _, after = graphs(case)
+    assert any(node.target is aten.expand.default for node in after.graph.nodes) is not undone
+
+
 CASES = SOFTMAX | GRADIENTS | COLUMNS | LOSSES | CONVOLUTIONS | ORDERS
 
 
