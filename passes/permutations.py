@@ -239,7 +239,7 @@ def _write(orders: Orders, node: fx.Node) -> None:
     if index is None:
         return
     base, rows = arguments["self"], arguments["values"]
-    if shape_of_node(rows) != shape_of_node(base) or shape_of_node(index) != shape_of_node(base)[:1]:
+    if shape_of_node(rows) != shape_of_node(base):
         return
     if (order := orders.order_of(index)) is not None and not arguments["accumulate"]:
         _written(orders, node, order, rows)

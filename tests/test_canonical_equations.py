@@ -167,8 +167,11 @@ ORDERS = {
     "summed": Case(put_back(lambda rows, order, x: rows.sum(0)), (plain(5, 2), P[1]), bits=False),
     "largest": Case(put_back(lambda rows, order, x: rows.cumsum(0).sum(0)), P, changes=False),
     "partly scattered": Case(
-        lambda x, keys: torch.zeros(7, dtype=x.dtype).scatter(0, keys.argsort(), x[:, 0].repeat(2)[:7][:7]), P, changes=False
+        put_back(lambda rows, order, x: rows[torch.zeros(7, dtype=torch.int64).scatter(0, order, torch.arange(7))]),
+        P,
+        changes=False,
     ),
+    "scattered": Case(put_back(lambda rows, order, x: rows[torch.zeros_like(order).scatter(0, order, torch.arange(5))]), P),
 }
 
 
