@@ -119,6 +119,22 @@ def test_any_layout_will_do(device: str) -> None:
             check(drawn(seed), f"seed {seed}")
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), (torch.float32, 1e-5)])
+def test_real_types(dtype: torch.dtype, tolerance: float) -> None:
+    """Log-sum-exps are in single precision, biases in what the queries are in: kernels look at no type."""
+    with in_their_place(half=True):
+        for seed in range(40):
+            case = drawn(seed)
+            right, right_lse = plain.forward(*case.heads, *case.how)
+            wanted = plain.backward(case.gradient, *case.heads, right, right_lse, *case.how)
+            heads = [item.to(dtype) for item in case.heads]
+            out, lse = kernels.forward(heads[0], heads[1], heads[2], *case.how)
+            found = kernels.backward(case.gradient.to(dtype), heads[0], heads[1], heads[2], out, lse, *case.how)
+            assert lse.dtype == torch.float32 and {item.dtype for item in (out, *found)} == {dtype}
+            for a, b in zip((out, *found), (right, *wanted), strict=True):
+                assert relative_error(a.double(), b, floor=1.0) < tolerance, (seed, case)
+
+
 def test_plain_attention_is_autograd_s() -> None:
     """What the kernels are compared with, and what runs where there are none."""
     for seed in range(20):

@@ -48,11 +48,13 @@ def in_their_place(half: bool) -> Iterator[None]:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool = False
 ) -> tuple[Any, Any]:
-    """Result and log-sum-exp; `last` aligns the causal mask at the last row and key."""
+    """Result and log-sum-exp, in the latter's precision; `last` aligns the causal mask at the last row and key."""
+    given = q.dtype
+    q, k, v = (item.to(_lse_type(q)) for item in (q, k, v))
     k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
     scores = _scores(q, k, bias, causal, scale, last)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+    return ((scores - lse.unsqueeze(-1)).exp() @ v).to(given), lse
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool) -> Tensor:
@@ -66,13 +68,16 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
 def _gradients(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: Any, last: bool = False
 ) -> Any:
+    given = q.dtype
+    g, q, k, v, out = (item.to(_lse_type(q)) for item in (g, q, k, v, out))
     groups, each = k.shape[1], q.shape[1] // k.shape[1]
     key, value = (item.repeat_interleave(each, 1) for item in (k, v))
     weights = (_scores(q, key, bias, causal, scale, last) - lse.unsqueeze(-1)).exp()
     inner = weights * (g @ value.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
     inner = inner * (q.shape[-1] ** -0.5 if scale is None else scale)
     dk, dv = inner.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
-    return inner @ key, *(item.unflatten(1, (groups, each)).sum(2) for item in (dk, dv))
+    dk, dv = (item.unflatten(1, (groups, each)).sum(2) for item in (dk, dv))
+    return (inner @ key).to(given), dk.to(given), dv.to(given)
 
 
 # -- how kernels read and write
