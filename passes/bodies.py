@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Form, Role, Span
-from streamfx.ir.joint import int_argument, is_size, is_tensor
+from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor
 from streamfx.ir.needs import OWN_ROWS, Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
@@ -219,19 +219,20 @@ class BodyBuilder(BodyInputs):
         self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
     ) -> tuple[fx.Node, fx.Node | None]:
         """What an operator hands from chunk to chunk, and the list of its values at the start of each chunk."""
-        self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, zeroed=True))
+        device = device_of_value(node)
+        self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, device, zeroed=True))
         carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
         self.symbols |= free_symbols(shape)
         if not keeps_states:
             return carry, None
-        self.buffers.append(Buffer(f"{node.name}_states", (CHUNKS, *shape), dtype, zeroed=False))
+        self.buffers.append(Buffer(f"{node.name}_states", (CHUNKS, *shape), dtype, device, zeroed=False))
         self.states[node] = len(self.buffers) - 1
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
-        self.buffers.append(Buffer(value.name, shape, dtype, zeroed))
+        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed))
         return len(self.buffers) - 1
 
     def accumulate(self, node: fx.Node) -> Kept:
@@ -342,7 +343,7 @@ class BodyBuilder(BodyInputs):
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
         self.note_symbols([(placement, None)])
-        return Stacked(shape, node.meta["val"].dtype, placement)
+        return Stacked(shape, node.meta["val"].dtype, device_of_value(node), placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
         producer = producer_of(node)

@@ -57,7 +57,7 @@ def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx
     """
     item, made = spec.yields[position], _stacked_by(source, module)
     assert isinstance(item, Stacked)
-    if made is None or (made.shape, made.dtype, made.placement) != (item.shape, item.dtype, item.placement):
+    if made is None or replace(made, reuse=item.reuse) != item:
         return False
     placeholders = spec.body.graph.find_nodes(op="placeholder")
     own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}

@@ -408,7 +408,12 @@ def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     """Ten million rows in chunks of four: no chunk is looked at but those that run."""
     looked: list[int] = []
     get = Chunks.__getitem__
-    monkeypatch.setattr(Chunks, "__getitem__", lambda self, number: (looked.append(number), get(self, number))[1])
+
+    def noted(chunks: Chunks, number: int) -> Any:
+        looked.append(number)
+        return get(chunks, number)
+
+    monkeypatch.setattr(Chunks, "__getitem__", noted)
     ids = torch.empty(1, 10**7, dtype=torch.int64, device="meta")
     summary = summary_of(Causal().to("meta"), ids, ids, options={"chunk_size": 4})
     assert summary["sequence"] == [10**7]

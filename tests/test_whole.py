@@ -190,3 +190,22 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
     assert refused
     assert seen[0].reasons() == [f"{target} is refused"]
     assert len(seen[0].program.loops) > 1
+
+
+def test_two_devices() -> None:
+    """What is made of rows lies where it is used: here some of it on the device of tensors without data."""
+
+    class Two(Decoder):
+        def forward(self, ids: Tensor) -> Any:
+            x = self.layer(self.embed(ids))
+            return super().forward(ids), x.detach().to("meta").sin()
+
+    model = Two(lambda self, x: x)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8, "strict": True})
+    loss, shape = compiled(ids())
+    loss.backward()
+    assert (shape.device.type, shape.shape) == ("meta", (2, LENGTH, WIDTH))
+    gradient = model.qkv.weight.grad.clone()  # type: ignore[union-attr]
+    model.zero_grad()
+    model(ids())[0].backward()
+    assert torch.allclose(gradient, model.qkv.weight.grad, rtol=1e-12, atol=1e-14)  # type: ignore[arg-type]

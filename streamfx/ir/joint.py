@@ -46,9 +46,14 @@ class JointGraph:
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """The device on which a graph computes: the first that is not the CPU."""
+    """The device on which a graph computes: the first that is not the CPU, and where numbers are."""
     devices = [node.meta["val"].device for node in graph.nodes if is_tensor(node)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def device_of_value(node: fx.Node) -> torch.device:
+    """Where a value, or the first of an operator's results, lies."""
+    return next(value.device for value in results_of(node) if value is not None)
 
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:

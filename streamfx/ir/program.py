@@ -100,6 +100,7 @@ class Buffer:
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
+    device: torch.device
     zeroed: bool
 
 
@@ -109,6 +110,7 @@ class Stacked:
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
+    device: torch.device
     placement: Placement
     reuse: int | None = None
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamfx.ir.facts import Span
-from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
-from streamfx.ir.sizes import Size
+from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
 from streamfx.ir.structure import structure
 from streamfx.report.meter import Meter, Rise
 from streamfx.report.terms import LoopTerms
@@ -116,9 +114,9 @@ class SampledLoop(Loop):
         stacked = [item for item in self.spec.yields if isinstance(item, Stacked)]
         return (term for item, term in zip(stacked, self.terms.stacked, strict=True) if item.reuse is None)
 
-    def _new_buffer(self, shape: Sequence[Size], dtype: torch.dtype, env: Env, zeroed: bool) -> Tensor:
+    def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
         with self._named(next(self._upcoming_terms)):
-            return super()._new_buffer(shape, dtype, env, zeroed)
+            return super()._new_buffer(item, env, zeroed)
 
     def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
         with self._named(self.terms.buffers[item.buffer]):
@@ -193,7 +191,7 @@ def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fr
 
 def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
     """All of a loop that its costs follow from: equal layers have equal ones."""
-    buffers = tuple((buffer.shape, buffer.dtype, buffer.zeroed) for buffer in spec.buffers)
+    buffers = tuple((buffer.shape, buffer.dtype, buffer.device, buffer.zeroed) for buffer in spec.buffers)
     sizes = (spec.length, spec.reverse, spec.chunk_size, spec.device, spec.symbols)
     return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
 

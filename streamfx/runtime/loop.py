@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.ir.facts import Span
-from streamfx.ir.program import BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
+from streamfx.ir.program import Buffer, BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
 from streamfx.ir.sizes import Size
 from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.compiled import CompiledBody
@@ -60,7 +60,7 @@ class Loop(nn.Module):
         length = self.size(spec.length, env)
         step = self.rows_per_chunk(length, env)
         env["chunks"] = max(1, -(-length // step))
-        buffers = [self._new_buffer(buffer.shape, buffer.dtype, env, buffer.zeroed) for buffer in spec.buffers]
+        buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
         stacked = [item for item in spec.yields if isinstance(item, Stacked)]
@@ -97,10 +97,10 @@ class Loop(nn.Module):
             function = self._sizes[size] = compiled_size(size)
         return function(env)
 
-    def _new_buffer(self, shape: Sequence[Size], dtype: torch.dtype, env: Env, zeroed: bool) -> Tensor:
-        sizes = [self.size(size, env) for size in shape]
+    def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
+        sizes = [self.size(size, env) for size in item.shape]
         make = torch.zeros if zeroed else torch.empty
-        return make(sizes, dtype=dtype, device=self.spec.device)
+        return make(sizes, dtype=item.dtype, device=item.device)
 
     # -- before a chunk
 
@@ -151,7 +151,7 @@ class Loop(nn.Module):
         if item.reuse is not None:
             reused: Tensor = tensors[item.reuse]
             return reused
-        return self._new_buffer(item.shape, item.dtype, env, zeroed=False)
+        return self._new_buffer(item, env, zeroed=False)
 
     def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
         total, count = buffers[item.buffer], self.size(item.count, env)
