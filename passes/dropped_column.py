@@ -3,7 +3,7 @@
 Scores with a column of their own beside the keys have no rows and keys alone. But a softmax over two parts is the softmax of
 each part, times that part's share of the sum, and the shares are themselves a softmax of two numbers:
 
-    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w, u = softmax([logsumexp(s), k])
+    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
 
 Where no key is seen, s is minus infinity throughout and w is zero: then the result is zero, as it is with the column, and not
 softmax(s) times zero, which is no number. The backward half is rewritten along with it: with p = softmax(s) * w and its gradient
@@ -113,7 +113,7 @@ def _rewrite(found: Column, graph: GraphWriter) -> None:
     dtype = softmax.meta["val"].dtype
     writer = graph.before(softmax)
     scores, column = (_as(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
-    share, rest = _shares(writer, writer.call(aten.logsumexp.default, scores, [dim], True), column, dim)
+    share, rest = _shares(writer, scores, column, dim)
     kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
     result = _as(writer, kept, dtype)
@@ -124,9 +124,17 @@ def _rewrite(found: Column, graph: GraphWriter) -> None:
             _rewrite_backward(found, user, graph.before(user), kept, rest)
 
 
-def _shares(writer: GraphWriter, total: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
-    """What share of the whole sum the scores have, and the column; no numbers where the whole softmax is none."""
-    shares = writer.call(aten._softmax.default, writer.call(aten.cat.default, [total, column], dim), dim, False)
+def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
+    """What share of the whole sum the scores have, and the column; no numbers where the whole softmax is none.
+
+    Both are taken less the column, where that is a number: how many scores there are is lost beside a score of -1e30.
+    """
+    own = column.meta["val"]
+    zero = writer.call(aten.full.default, [], 0.0, dtype=own.dtype, device=own.device)
+    less = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)
+    total = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, less), [dim], True)
+    both = writer.call(aten.cat.default, [total, writer.call(aten.sub.Tensor, column, less)], dim)
+    shares = writer.call(aten._softmax.default, both, dim, False)
     return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
 
 

@@ -94,6 +94,18 @@ def test_a_sink_over_rows_that_see_no_key(hidden: float, level: float) -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-28, equal_nan=True)
 
 
+def test_a_sink_as_low_as_what_is_hidden() -> None:
+    """A row that sees no key looks at all of them, and at the sink, alike: one number among many, not one half."""
+
+    def function(one: Tensor, sink: Tensor) -> Tensor:
+        q, k, v = one
+        scores = (q @ k.transpose(-2, -1)).masked_fill(columns(T) >= rows(T), -1e30)
+        return (with_sink(scores, sink, False, False) @ v).pow(2).sum()
+
+    sink = torch.full((2,), -1e30, dtype=torch.float64, requires_grad=True)
+    compare_function(function, [*qkv(), sink], (2,))
+
+
 def test_another_gradient_of_a_sink() -> None:
     """A gradient along another dimension than the softmax is not the softmax's."""
 

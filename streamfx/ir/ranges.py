@@ -19,7 +19,7 @@ from streamfx.torch_private import unset_fake_temporarily
 Number: TypeAlias = "int | float"
 
 INFINITY = math.inf
-SWAMPS = -1e30  # a score at least this negative leaves exactly nothing beside one that is not
+SWAMPS = -9e29  # a score at least this negative leaves exactly nothing beside one that is not; fills are -1e30 or less
 SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
 SWAMPED_BY = -1e28  # a score at least this large is not left out beside one that swamps
 SWAMPED_BY_HALF = -2.9e4
