@@ -25,7 +25,7 @@ from streamfx.log import log
 from streamfx.passes.axes import Axes
 from streamfx.passes.linear import is_random
 from streamfx.passes.recurrence_plans import NoRecurrence, Pair, Planned, planned
-from streamfx.passes.rolling import roll, sort_again
+from streamfx.passes.rolling import roll, sort_again, unrolled_name
 from streamfx.passes.unrolled import Joined, Rows, rows_of
 
 aten = torch.ops.aten
@@ -48,7 +48,8 @@ class Recurrences:
         axes = Axes().apply(replace(facts, joint=joint)).axes
         assert axes is not None
         for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
-            roll(plan, joint.graph)
+            if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
+                roll(plan, joint.graph)
         sort_again(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 

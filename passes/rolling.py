@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from streamfx.passes.recurrence_plans import Half, Planned
 from streamfx.passes.unrolled import drop_unused
+from streamfx.passes.whole import RunsWhole
 from streamfx.runtime.recurrences import Recurrence
+
+UNROLLED = "streamfx_unrolled"  # in a recurrence's `meta`: the name of a value that its loop left before
+CROSSED = "a loop over rows needs what another one makes, and that one needs what the first makes, so that it stays unrolled"
 
 
 def roll(plan: Planned, graph: fx.Graph) -> None:
@@ -24,7 +28,7 @@ def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph) -> fx.Node
     with graph.inserting_before(graph.output_node()):
         made = graph.call_function(Recurrence(half.plan), half.operands)  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
-    made.meta = {**values[0].meta, "val": tuple(value.meta["val"] for value in values)}
+    made.meta = {**values[0].meta, "val": tuple(value.meta["val"] for value in values), UNROLLED: unrolled_name(half)}
     for result, value in zip(results, values, strict=True):
         result.meta = dict(value.meta)
     for join, result in zip(half.joins, results, strict=False):
@@ -32,6 +36,19 @@ def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph) -> fx.Node
     for node, result in zip(half.finals, results[len(half.joins) :], strict=True):
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside, propagate_meta=False)
     return made
+
+
+def unrolled_name(half: Half) -> str:
+    """The name of the first value that an unrolled loop leaves: by it the loop is known before it is rolled up."""
+    return [*(join.node for join in half.joins), *half.finals][0].name
+
+
+def _crossed(path: Sequence[fx.Node]) -> Exception:
+    """What to raise where a value would follow from itself: one of the loops on the way stays unrolled."""
+    loop = next((node for node in path if UNROLLED in node.meta), path[-1])
+    found = RunsWhole(loop, CROSSED)
+    found.name = loop.meta.get(UNROLLED, loop.name)
+    return found
 
 
 def sort_again(graph: fx.Graph) -> None:
@@ -56,7 +73,7 @@ def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 placed[node] = None
                 continue
             if node in waiting:
-                raise NotImplementedError(f"{node.name} follows from its own result")
+                raise _crossed(todo)
             waiting.add(node)
             todo.extend(reversed(missing))
     return list(placed)

@@ -209,3 +209,31 @@ def test_two_devices() -> None:
     model.zero_grad()
     model(ids())[0].backward()
     assert torch.allclose(gradient, model.qkv.weight.grad, rtol=1e-12, atol=1e-14)  # type: ignore[arg-type]
+
+
+def test_a_loop_that_would_follow_from_itself_stays_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rolled loops cannot be put in order, the one on the way is left as it was traced, and all passes begin again."""
+    from streamfx.passes import recurrences, rolling
+    from streamfx.runtime.recurrences import Recurrence
+
+    def carried(self: Decoder, x: Tensor) -> Tensor:
+        state, rows = torch.zeros_like(x[:, 0]), []
+        for row in range(x.shape[1]):
+            state = (state / 2 + x[:, row]).tanh()
+            rows.append(state)
+        return torch.stack(rows, 1)
+
+    one = recorded(carried)
+    rolled: list[int] = []
+
+    def crossing(graph: Any) -> None:
+        rolling.sort_again(graph)
+        loops = [node for node in graph.nodes if isinstance(node.target, Recurrence)]
+        rolled.append(len(loops))
+        if loops:
+            raise rolling._crossed(loops)
+
+    monkeypatch.setattr(recurrences, "sort_again", crossing)
+    backend = type("Backend", (), {"compilations": [one], "options": one.options})()
+    compare_replayed(backend, 8, 1e-12, {})
+    assert rolled == [2, 0]
