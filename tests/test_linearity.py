@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
-from streamfx.passes.linearity import LINEAR, carries, is_linear
+from streamfx.passes.linearity import LINEAR, Linear, carries, is_linear
 from tests.support.laws import Call
 from tests.support.samples import SAMPLES, Sizes, calls
 from tests.support.tracing import take_gradients, traced
@@ -160,6 +160,16 @@ def _names(call: Call, choice: tuple[int, ...]) -> set[str]:
         if any(isinstance(item, Tensor) and next(numbers) in choice for item in pytree.tree_leaves(value)):
             found.add(name)
     return found
+
+
+def test_an_argument_that_no_row_names() -> None:
+    """A row covers calls that leave such an argument what it is by default."""
+    row, graph = Linear(("self",)), fx.Graph()
+    x = graph.placeholder("x")
+    calls = [graph.call_function(aten.sum.default, (x,), keywords) for keywords in ({}, {"dtype": None}, {"dtype": torch.int64})]
+    assert [row.holds(call, {x}) for call in calls] == [True, True, False]
+    scaled = graph.call_function(aten.add.Tensor, (x, x), {"alpha": 2})
+    assert not Linear(("self", "other")).holds(scaled, {x})
 
 
 def test_types_that_carry() -> None:
