@@ -17,9 +17,9 @@ from streamfx.budget import bytes_of
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import device_of
+from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
-from streamfx.ir.sizes import numeric
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
 from streamfx.passes.plan import Plan
@@ -79,7 +79,15 @@ class Fit:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        return _Search(facts, self.options, bytes_of(budget, device_of(facts.joint.graph))).best()
+        now, size = Lengths.now(facts.joint.graph), bytes_of(budget, device_of(facts.joint.graph))
+        for lengths in now.with_headroom() if now else (now,):
+            search = _Search(facts, self.options, size, lengths)
+            try:
+                with lengths.supposed():
+                    return search.best()
+            except OverBudget as error:
+                refused = error
+        raise refused
 
 
 def held_bytes(forward: fx.GraphModule) -> int:
@@ -117,6 +125,7 @@ class _Search:
     facts: Facts
     options: Options
     budget: int
+    lengths: Lengths
     tried: list[Tried] = field(default_factory=list)
     costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
 
@@ -200,7 +209,7 @@ class _Search:
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         if not automatic:
             return None, None
-        row = max(numeric(chunk.row_bytes) for chunk in automatic)
+        row = max(self.lengths.number(chunk.row_bytes) for chunk in automatic)
         rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // self.tokens()))
         return row * min(self.length, LEAST_ROWS // 4), row * rows
 
@@ -220,10 +229,8 @@ class _Search:
         """The largest chunks that fit, starting from some that do."""
         if size is None:
             return None
-        most = max(
-            numeric(loop.spec.chunk_size.row_bytes) for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)
-        )
-        most *= self.length
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        most = max(self.lengths.number(chunk.row_bytes) for chunk in automatic) * self.length
         low, high = size, most
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
@@ -255,17 +262,46 @@ class _Search:
         known = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
         if known is not None:
             return known
-        cost = cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
+        cost = self.cost(program)
         self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
         self.costs.append(((candidate, working_set), cost))
         log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
         return cost
 
+    def cost(self, program: Program) -> Cost:
+        return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
+
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
         set_working_set(facts.program, working_set)
         sizes = tuple(with_working_set(size, working_set) for size in facts.plan.chunk_sizes)
         notes = {**facts.notes, "tried": tuple(self.tried), "budget": self.budget}
+        if self.lengths:
+            furthest = self.lengths.furthest(lambda longer: self.still_fits(facts.program, longer))
+            set_most_rows(facts.program, furthest)
+            notes["lengths"] = furthest.joined(facts.notes.get("lengths"))
         return replace(facts, plan=replace(facts.plan, chunk_sizes=sizes), notes=notes)
+
+    def still_fits(self, program: Program, longer: Lengths) -> bool:
+        """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""
+        rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
+        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.left
+
+
+def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
+    """Rows per chunk of the loops that choose them by themselves."""
+    chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+    return [
+        spec.chunk_size.rows(*map(lengths.number, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
+        for spec in chunks
+    ]
+
+
+def set_most_rows(program: Program, lengths: Lengths) -> None:
+    """Let chunks of shorter sequences have no more rows than those for which the program was simulated."""
+    rows = iter(rows_of_chunks(program, lengths))
+    for loop in program.loops:
+        if isinstance(loop.spec.chunk_size, AutoChunk):
+            loop.spec = replace(loop.spec, chunk_size=replace(loop.spec.chunk_size, most=next(rows)))
 
 
 def with_working_set(size: Any, working_set: int | None) -> Any:

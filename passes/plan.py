@@ -11,6 +11,7 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts, Facts, Form
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
@@ -37,7 +38,15 @@ class Plan:
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts),
         )
-        return replace(facts, plan=plan)
+        lengths = self.lengths(plan.kept, facts)
+        return replace(facts, plan=plan, notes=facts.notes if lengths is None else {**facts.notes, "lengths": lengths})
+
+    def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
+        """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""
+        now = Lengths.now(facts.joint.graph)
+        if not now or not any(kept) or self.options.save != "auto":
+            return None
+        return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
 
     def chunk_size(self, stage: Stage, facts: Facts) -> ChunkSize:
         asked = self.options.loss_chunk_size if is_loss_stage(stage, facts) else self.options.chunk_size

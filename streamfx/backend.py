@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from streamfx.capture import captured
@@ -16,6 +17,7 @@ from streamfx.errors import NotStreamed, OverBudget, told
 from streamfx.inductor import blame, uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
 from streamfx.log import log
@@ -89,7 +91,7 @@ class Compilation:
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
-    deferred_bytes: int = 0
+    deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -123,14 +125,12 @@ class Compilation:
             partition_fn=self.partition,
             decompositions=get_decompositions(TAKEN_APART),
         )
-        deferral = self.deferral()
-        if deferral is not None:
-            self.deferred_bytes = max(0, _result_bytes(self.module) - _result_bytes(deferral.module))
+        deferral = self.deferred = self.deferral()
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if deferral is not None:
             compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
         watched = [item for item in self.watched if item.seen is not None]
-        return Guarded(compiled, watched, self._without_patterns) if watched else compiled
+        return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
@@ -147,9 +147,16 @@ class Compilation:
             log.debug("%s", deferral.plan)
         return deferral
 
-    def _without_patterns(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The same graph, compiled without relying on what any input holds."""
-        return Compilation(self.module, self.options, self.facts, reads_inputs=False).compile(inputs)
+    def without_patterns(self) -> Callable[..., Any]:
+        """The same graph, compiled once it is called, without relying on what any input holds.
+
+        Dynamo compiles it: for the lengths that are asked for, which need not be those that this compilation was made for.
+        """
+
+        def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return Compilation(module, self.options, self.facts, reads_inputs=False).compile(example_inputs)
+
+        return torch.compile(self.module.forward, backend=backend)
 
     def patterns(self, num_primals: int) -> dict[int, Pieces]:
         """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
@@ -205,17 +212,34 @@ class Compilation:
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
         compiled = uses_inductor(self.options, facts.joint.graph)
-        if not fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes if compiled else 0):
+
+        def fits(lengths: Lengths) -> bool:
+            return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
+
+        now = Lengths.now(facts.joint.graph)
+        if not fits(now):
             return False
-        self.found(replace(facts, notes={"fits": "compiled" if compiled else "eager"}))
+        furthest = now.furthest(fits) if now else now
+        if now and furthest == now:
+            return False  # a plan for these lengths alone: each longer call would be planned again
+        self.found(replace(facts, notes={"fits": "compiled" if compiled else "eager", "lengths": furthest}))
         if compiled:
             self.hand_over()
         return True
 
     def found(self, facts: Facts) -> None:
-        """Keep the facts of a graph, and say what they are where somebody listens."""
+        """Keep the facts of a graph, say what they are where somebody listens, and have calls that are longer than those that
+        its plan was shown to hold for planned anew."""
         self.facts.append(facts)
         log_brief(facts)
+        lengths: Lengths | None = facts.notes.get("lengths")
+        if lengths:
+            log.info("this plan holds for %s; a longer call is planned again", lengths)
+            lengths.guard(facts.joint.graph)
+
+    def deferred_bytes(self) -> int:
+        """Bytes of the outputs that are made when they are touched."""
+        return 0 if self.deferred is None else max(0, _result_bytes(self.module) - _result_bytes(self.deferred.module))
 
     def hand_over(self) -> None:
         """Let Inductor have the graph as Dynamo gave it."""
@@ -336,21 +360,13 @@ def _result_bytes(module: fx.GraphModule) -> int:
     return sum(bytes_like(node.meta.get("example_value")) for node in _outputs(module) if isinstance(node, fx.Node))
 
 
+@dataclass(frozen=True)
 class Guarded:
     """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        watched: Sequence[WatchedInput],
-        otherwise: Callable[[Sequence[Any]], Callable[..., Any]],
-    ) -> None:
-        self._compiled, self._watched, self._otherwise = compiled, watched, otherwise
-        self._general: Callable[..., Any] | None = None
+    compiled: Callable[..., Any]
+    watched: Sequence[WatchedInput]
+    otherwise: Callable[..., Any]
 
     def __call__(self, *inputs: Any) -> Any:
-        if all_hold(self._watched, inputs):
-            return self._compiled(*inputs)
-        if self._general is None:
-            self._general = self._otherwise(inputs)
-        return self._general(*inputs)
+        return (self.compiled if all_hold(self.watched, inputs) else self.otherwise)(*inputs)

@@ -20,6 +20,13 @@ from streamfx.errors import StreamFXError
 from streamfx.ir.lines import source_line
 
 
+def compiling() -> Any:
+    """A context in which this thread alone compiles, Dynamo included: tracers patch what all threads use (2.11, 2.13)."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 def isolated() -> dict[str, Any]:
     """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}

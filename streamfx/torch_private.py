@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +43,6 @@ __all__ = [
     "compile_for_one_size",
     "compile_for_sizes",
     "compile_whole",
-    "compiling",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
@@ -254,13 +254,6 @@ def inductor_runs() -> Iterator[None]:
         raise InductorFailed(told(error)) from error
 
 
-def compiling() -> Any:
-    """A context in which this thread alone compiles, Dynamo included: tracers patch what all threads use (2.11, 2.13)."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    return compile_lock
-
-
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
     owned = dynamo_copy(module)[0]  # it changes what it is given
@@ -375,10 +368,26 @@ def fake_copies(mode: Any) -> Any:
     return FakeCopyMode(mode)
 
 
+_supposed: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_supposed", default=None)
+
+
+@contextmanager
+def supposing(numbers: Mapping[Any, int]) -> Iterator[None]:
+    """Inside of it `size_hint` takes these numbers for symbols, rather than those of the trace."""
+    token = _supposed.set(numbers)
+    try:
+        yield
+    finally:
+        _supposed.reset(token)
+
+
 def size_hint(size: Any) -> int:
     """The number that a symbolic size stood for when it was traced; 1 where nobody knows (2.11, 2.13)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
+    supposed = _supposed.get()
+    if supposed and size.node.expr.free_symbols <= set(supposed):
+        return int(size.node.expr.subs(supposed))
     hint = size.node.hint
     return int(hint) if hint is not None else 1
 

@@ -64,3 +64,29 @@ def test_dynamic_lengths_of_a_huggingface_model() -> None:
         assert_small(errors(actual, truth), TOLERANCE, f"length {length}")
     assert len(backend.compilations) == 2
     check_streamed(backend.facts, True, {"causal"})
+
+
+class Buffered(nn.Module):
+    """Attention with a mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 3)
+        self.register_buffer("mask", torch.ones(40, 40).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        hidden = self.get_buffer("mask")[:length, :length] == 0
+        scores = (x @ self.w @ x.transpose(1, 2)).masked_fill(hidden, -torch.inf)
+        return (torch.softmax(scores, -1) @ x).square().sum()
+
+
+def test_a_mask_that_changes_between_calls_of_other_lengths() -> None:
+    """What is compiled once it has changed is for all lengths, too."""
+    model = Buffered()
+    call = torch.compile(model, backend="streambp", options={"chunk_size": 8}, dynamic=True)
+    for length in (13, 21, 14, 30):
+        x = torch.randn(2, length, 8, dtype=torch.float64)
+        found, truth = (torch.autograd.grad(run(x), model.w)[0] for run in (call, model))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+        model.get_buffer("mask")[3, 7] = 1

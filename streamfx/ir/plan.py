@@ -21,13 +21,15 @@ class AutoChunk:
     """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch. A `working_set` is what the work may take instead. Chunks have a multiple of `granule` rows.
+    whole batch. A `working_set` is what the work may take instead, in chunks of `most` rows at most: those that it was simulated
+    with, so that no shorter sequence takes more. Chunks have a multiple of `granule` rows.
     """
 
     row_bytes: Size
     stream_bytes: Size
     working_set: int | None = None
     granule: int = 1
+    most: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
         """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
@@ -35,10 +37,12 @@ class AutoChunk:
         if working_set is None:
             working_set, least = max(LEAST_WORKING_SET, length * stream_bytes), LEAST_ROWS
         most = max(least, working_set // max(row_bytes, 1))
+        most = most if self.most is None else min(most, self.most)
         count = max(1, -(-length // most))
         rows = -(-length // count)
         rows = -(-rows // MULTIPLE) * MULTIPLE
-        return min(length, -(-rows // self.granule) * self.granule) or 1
+        rows = min(length, -(-rows // self.granule) * self.granule) or 1
+        return rows if self.most is None else min(rows, self.most)
 
 
 ChunkSize: TypeAlias = "int | AutoChunk"

@@ -195,6 +195,8 @@ def _fit(facts: Facts) -> Lines:
     yield f"at most {facts.notes['budget']} bytes"
     for item in facts.notes["tried"]:
         yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
+    if lengths := facts.notes.get("lengths"):
+        yield f"holds for {lengths}"
 
 
 def _program(facts: Facts) -> Lines:

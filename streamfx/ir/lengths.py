@@ -1,0 +1,95 @@
+"""For which lengths does a plan hold? Those of dynamic shapes change from call to call; what fits one may not fit another.
+
+What a plan is chosen by (bytes that are kept, peaks) is found for numbers. Every size grows with every length, and chunks never
+have more rows than those that were simulated: a plan that was shown to fit for some lengths fits for all that are not longer.
+So a plan comes with the longest lengths that it was shown to hold for, and the compiled graph with a guard of Dynamo's: a call
+beyond them is compiled, and planned, again. It is made for longer lengths than those of the call where there is a plan for
+these, so that few are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.sizes import Size, simplified
+from streamfx.torch_private import supposing
+
+DOUBLINGS = 6  # a plan that holds for 64 times the lengths is not asked for more
+HEADROOM = (2, 1.2, 1)  # how much longer the lengths are that a plan is made for, if there is one for these
+CLOSE = 1.05  # how near to the longest lengths a search for them comes
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for."""
+
+    numbers: Mapping[sympy.Symbol, int]
+
+    @staticmethod
+    def now(graph: fx.Graph) -> Lengths:
+        return Lengths({symbol: hint for symbol, (hint, _) in dynamic_sizes(graph).items()})
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{symbol} <= {number:,}" for symbol, number in self.numbers.items())
+
+    def times(self, factor: float) -> Lengths:
+        return Lengths({symbol: int(number * factor) for symbol, number in self.numbers.items()})
+
+    def number(self, size: Size) -> int:
+        """A size for these lengths."""
+        return size if isinstance(size, int) else int(simplified(size.subs(self.numbers)))
+
+    def supposed(self) -> Any:
+        """A context in which sizes are taken to be those for these lengths, rather than for the call's."""
+        return supposing(self.numbers)
+
+    def furthest(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths:
+        """The longest multiple that something holds for, which holds for these; found as closely as asked for."""
+        low, high = 1.0, 2.0
+        while high <= 2**DOUBLINGS and self._supposed_to_hold(holds, high):
+            low, high = high, 2 * high
+        while high / low > close and high <= 2**DOUBLINGS:
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self._supposed_to_hold(holds, middle) else (low, middle)
+        return self.times(low)
+
+    def _supposed_to_hold(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
+        longer = self.times(factor)
+        with longer.supposed():
+            return holds(longer)
+
+    def with_headroom(self) -> Iterator[Lengths]:
+        """These and longer ones, the longest first."""
+        return (self.times(factor) for factor in HEADROOM)
+
+    def joined(self, other: Lengths | None) -> Lengths:
+        """The lengths that two plans hold for that are parts of one."""
+        if other is None:
+            return self
+        return Lengths({symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()})
+
+    def guard(self, graph: fx.Graph) -> None:
+        """Let what is being compiled hold for these lengths and shorter ones alone: Dynamo compiles a call beyond anew."""
+        for symbol, (_, size) in dynamic_sizes(graph).items():
+            if symbol in self.numbers:
+                bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph
+
+
+def dynamic_sizes(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, torch.SymInt]]:
+    """The symbols that a graph's inputs have for sizes, the number of each when it was traced, and the size."""
+    found: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
+                found.setdefault(size.node.expr, (int(size.node.hint), size))
+    return found

@@ -1,0 +1,117 @@
+"""A plan holds for the lengths that it was shown to hold for; a call beyond is planned again, as if it were the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamfx.errors import OverBudget
+from streamfx.ir.facts import Facts
+from streamfx.ir.plan import AutoChunk
+from streamfx.passes.fit import held_bytes
+from streamfx.report.memory import cost_of
+from tests.support.exactness import recorder
+from tests.support.small import Causal, tokens
+
+CHEAP = {"keep_every": 1, "save": "inputs"}  # one candidate
+
+
+class Calls:
+    """Training steps of one compiled model, with lengths that change."""
+
+    def __init__(self, **options: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model, self.backend = Causal().double(), recorder(**options)
+        self.compiled = torch.compile(self.model, backend=self.backend)
+
+    def step(self, length: int) -> Facts | None:
+        """What was found in the graph that this call was compiled to; None where it runs one that was there."""
+        known, ids = len(self.backend.compilations), tokens(2, length)
+        torch._dynamo.mark_dynamic(ids, 1)
+        found = self.gradients(self.compiled, ids)
+        torch.testing.assert_close(found, self.gradients(self.model, ids), rtol=1e-10, atol=1e-12)
+        compilations = self.backend.compilations[known:]
+        return compilations[0].facts[-1] if compilations else None
+
+    def gradients(self, call: Any, ids: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(ids, ids), list(self.model.parameters()))
+
+
+def peak(facts: Facts | None) -> int:
+    """Predicted bytes of a step, for the lengths of the call that it was compiled for."""
+    assert facts is not None and facts.program is not None
+    return cost_of(facts.program.forward, facts.program.backward, 1).peak + held_bytes(facts.program.forward)
+
+
+def most(facts: Facts | None) -> int:
+    """The longest sequence that a plan holds for."""
+    assert facts is not None
+    (length,) = facts.notes["lengths"].numbers.values()
+    return int(length)
+
+
+@pytest.fixture
+def few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamfx.ir.lengths.DOUBLINGS", 2)
+
+
+def test_what_fits_whole_for_one_length_does_not_for_all(few_simulations: None, request: pytest.FixtureRequest) -> None:
+    """A short call first: the long one stays within the budget, by the plan that it would have as the first call."""
+    budget = 800 << 10
+    calls = Calls(memory_budget=budget, **CHEAP)
+    short = calls.step(32)
+    assert short is not None and short.program is None
+    assert 32 < most(short) < 1000
+    assert calls.step(most(short)) is None
+    again = calls.step(1000)
+    assert peak(again) <= budget
+    assert most(again) >= 1000
+    assert calls.step(700) is None  # by the plan that was made for longer ones
+    if request.config.getoption("--long"):
+        first = Calls(memory_budget=budget, **CHEAP).step(1000)
+        assert (peak(first), most(first)) == (peak(again), most(again))
+
+
+def test_what_fits_no_length_is_refused_when_it_comes(few_simulations: None) -> None:
+    calls = Calls(memory_budget=100 << 10, chunk_size=8, loss_chunk_size=8, **CHEAP)
+    calls.step(16)
+    with pytest.raises(OverBudget, match="smallest possible peak is"):
+        calls.step(4000)
+    assert calls.step(20) is None
+
+
+def test_what_is_kept_because_it_is_small() -> None:
+    """Results of attention are kept while they are small beside the model: for so long, and not for a longer sequence."""
+    calls = Calls(chunk_size=8, loss_chunk_size=8)
+    short = calls.step(9)
+    assert short is not None and any(short.plan.kept)
+    assert 9 < most(short) < 64
+    assert calls.step(most(short)) is None
+    beyond = calls.step(most(short) + 1)
+    assert beyond is not None and not any(beyond.plan.kept)
+    assert calls.step(64) is None
+    assert calls.step(8) is None
+
+
+def test_chunks_of_shorter_sequences_have_no_more_rows() -> None:
+    """So that what was simulated for the longest sequence is the most that any takes."""
+    chunk = AutoChunk(row_bytes=1, stream_bytes=1, working_set=100, most=56)
+    assert max(chunk.rows(length, 1, 1) for length in range(1, 112)) == 56
+    assert AutoChunk(row_bytes=1, stream_bytes=1, working_set=100).rows(100, 1, 1) == 100
+
+
+def test_static_lengths_have_a_plan_each() -> None:
+    calls = Calls(memory_budget="1GiB")
+    (facts,) = (calls.backend.compilations[0].facts for _ in [calls.compiled(tokens(2, 9), tokens(2, 9))])
+    assert not facts[-1].notes["lengths"]
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of few rows, as those of long sequences are."""
+    monkeypatch.setattr("streamfx.passes.fit.LEAST_ROWS", 16)
+    monkeypatch.setattr("streamfx.passes.fit.EFFICIENT_TOKENS", 128)
