@@ -166,7 +166,8 @@ def test_an_argument_that_no_row_names() -> None:
     """A row covers calls that leave such an argument what it is by default."""
     row, graph = Linear(("self",)), fx.Graph()
     x = graph.placeholder("x")
-    calls = [graph.call_function(aten.sum.default, (x,), keywords) for keywords in ({}, {"dtype": None}, {"dtype": torch.int64})]
+    given: list[dict[str, Any]] = [{}, {"dtype": None}, {"dtype": torch.int64}]
+    calls = [graph.call_function(aten.sum.default, (x,), keywords) for keywords in given]
     assert [row.holds(call, {x}) for call in calls] == [True, True, False]
     scaled = graph.call_function(aten.add.Tensor, (x, x), {"alpha": 2})
     assert not Linear(("self", "other")).holds(scaled, {x})
