@@ -186,3 +186,10 @@ def test_a_mask_of_scores_is_none_of_the_step() -> None:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().sum()
 
     compare_function(function, [torch.randn(2, 24, 8, dtype=torch.float64, requires_grad=True)], (4, 5))
+
+
+def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> None:
+    """In float16, exp(-29984 + 30000) is a share that counts."""
+    mask = torch.tensor([[-29984.0, -30000.0, -30000.0], [0.0, 0.0, -30000.0]], dtype=torch.float16)
+    assert [piece.keys for piece in pieces_of(mask[None, :1], 1)] == [(0, 3)]
+    assert [piece.keys for piece in pieces_of(mask[None, 1:], 1)] == [(0, 2)]
