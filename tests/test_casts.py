@@ -1,0 +1,79 @@
+"""Numbers that casts change: what is found to be row numbers has to be them, and counts in a type that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from streamfx.passes.row_numbers import repeats
+from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
+from tests.test_experts import checked
+
+# -- row numbers
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda i: i,
+    "bool": lambda i: i.bool(),
+    "int8": lambda i: i.to(torch.int8),
+    "uint8": lambda i: i.to(torch.uint8),
+    "int16": lambda i: i.to(torch.int16),
+    "int32": lambda i: i.to(torch.int32),
+    "half": lambda i: i.to(torch.float16),
+    "bfloat16": lambda i: i.to(torch.bfloat16),
+    "float": lambda i: i.float(),
+    "halves": lambda i: i // 2,
+    "thirds": lambda i: i // 3,
+}
+
+
+@pytest.mark.parametrize("rows", [2, 9, 100, 300])
+@pytest.mark.parametrize("first", STEPS)
+@pytest.mark.parametrize("second", STEPS)
+def test_row_numbers_are_what_they_are_taken_for(first: str, second: str, rows: int) -> None:
+    numbers, claimed = _claimed(lambda x: STEPS[second](STEPS[first](torch.arange(rows))).long() + x, rows)
+    for count, times in claimed.items():
+        assert torch.equal(numbers, torch.arange(count).repeat_interleave(times)), (
+            f"{first}, {second}: {count} rows {times} times"
+        )
+
+
+def test_row_numbers_are_found() -> None:
+    assert _claimed(lambda x: torch.arange(9).to(torch.int32).long() + x, 9)[1] == {9: 1}
+    assert _claimed(lambda x: (torch.arange(300) // 3).to(torch.int8).long() + x, 300)[1] == {100: 3}
+    assert _claimed(lambda x: torch.arange(300).to(torch.int8).long() + x, 300)[1] == {}
+
+
+def _claimed(function: Callable[[Tensor], Tensor], rows: int) -> tuple[Tensor, dict[int, int]]:
+    """The numbers that a function adds to zero, and as which repetitions of how many rows they are known."""
+    zero = torch.zeros((), dtype=torch.int64)
+    graph = make_fx(function, tracing_mode="fake")(zero).graph
+    (added,) = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    (index,) = [item for item in added.args[:1] if isinstance(item, fx.Node)]
+    found = {count: repeats(index, count) for count in {rows, rows // 2, rows // 3}}
+    return function(zero), {count: times for count, times in found.items() if times is not None}
+
+
+# -- sorted experts: rows are sorted by one number, counted by another
+
+
+def histogram(ids: Tensor) -> Tensor:
+    return torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1)
+
+
+ASTRAY = {
+    "sorted by truth": Spelling(order=lambda ids: ids.bool().long().argsort(stable=True)),
+    "sorted by a product that wraps": Spelling(order=lambda ids: (ids.to(torch.int8) * 127).argsort(stable=True)),
+    "counted as truth": Spelling(count=lambda ids: histogram(ids).bool()),
+    "counted after a cast": Spelling(count=lambda ids: histogram(ids.bool())),
+    "added as truth": Spelling(count=lambda ids: torch.zeros(EXPERTS).scatter_add(0, ids, torch.ones(len(ids))).bool()),
+    "counted in a type that wraps": Spelling(count=lambda ids: (histogram(ids) * 7).to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("name", ASTRAY)
+def test_experts_whose_counts_are_cast(name: str) -> None:
+    checked(lambda: SortedExperts(ASTRAY[name]), streams=False)
