@@ -22,7 +22,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "8": (9,),
     "9": (1, 3, 4),
     "10": (0, 1),
-    "11": (0, 1, 2),
+    "11": (1, 3, 4),
     "12": (0,),
 }
 
