@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.passes.row_numbers import repeats
+from tests.support.masks import qkv
 from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
+from tests.support.tracing import compare_function
 from tests.test_experts import checked
 
 # -- row numbers
@@ -72,6 +75,19 @@ ASTRAY = {
     "added as truth": Spelling(count=lambda ids: torch.zeros(EXPERTS).scatter_add(0, ids, torch.ones(len(ids))).bool()),
     "counted in a type that wraps": Spelling(count=lambda ids: (histogram(ids) * 7).to(torch.int8)),
 }
+
+
+def test_a_count_that_a_type_rounds_is_made_in_one_piece() -> None:
+    """In bfloat16 it ends at 256, in whichever order; sums over chunks would count further."""
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
+        numbers = (q[0, 0, :, :1] < 100).long().expand(-1, 80).flatten()
+        counts = torch.zeros(2, dtype=torch.bfloat16).index_add(0, numbers, torch.ones_like(numbers, dtype=torch.bfloat16))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (out * (1 + (counts[1] > 256).double())).pow(2).sum()
+
+    compare_function(function, qkv(length=12), (5, 1))
 
 
 @pytest.mark.parametrize("name", ASTRAY)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.passes.fillers import is_zero
 from streamfx.passes.rules.registry import Call, rule
+from streamfx.passes.values import Values
+from streamfx.passes.values.casts import is_whole
+from streamfx.passes.values.transfer import longest
 
 aten = torch.ops.aten
 
@@ -91,7 +97,7 @@ def index_put(call: Call) -> Signature | None:
     target, indices, rows, looked = found
     own = call.shapes[-1]
     values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
-    adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0])
+    adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
     positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
     return Signature((target, *indices, values), (target,), whole=looked | positions)
 
@@ -105,9 +111,24 @@ def index_add(call: Call) -> Signature | None:
     dim = call.arguments()["dim"] % rank
     target, chosen = tuple((i,) for i in range(rank)), (rank,)
     source = (*target[:dim], chosen, *target[dim + 1 :])
-    adds_up = is_zero(call.operands[0])
+    adds_up = is_zero(call.operands[0]) and not _is_rounded_count(call)
     whole = frozenset({dim}) if adds_up else frozenset({dim, rank})
     return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole=whole)
+
+
+def _is_rounded_count(call: Call) -> bool:
+    """Whether whole numbers are added up in a type that may not hold their sum: a count in bfloat16 ends at 256.
+
+    What eager makes of them then depends on the order of the sum, and what is made of a count may be a number of rows.
+    """
+    values, source = Values(), call.operands[-1]
+    dtype: torch.dtype = source.meta["val"].dtype
+    number = values.of(source).constant
+    is_number = number is not None and math.isfinite(number) and number == int(number)
+    if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or is_whole(source, values)):
+        return False
+    count = math.prod(longest(size) for size in call.shapes[-1])
+    return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
 
 
 def _looked_up(call: Call) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
