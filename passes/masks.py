@@ -189,7 +189,9 @@ class Masks:
             return bool(arguments["dim"] % before < before - 2)
         if node.target is aten.unsqueeze.default:
             return bool(arguments["dim"] % rank < rank - 2)
-        return node.target in (aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default)
+        if node.target is aten.expand.default:  # one row, or one column, may be repeated
+            return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
+        return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
 
     def _oriented(self, operand: fx.Node, user: fx.Node) -> Pieces:
         """A buffer's pattern as facts of delta, by which of its dimensions its user takes as rows and which as keys."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, made
+from tests.support.exactness import compare
 from tests.support.masks import INF, LENGTH, Mask, attention, columns, qkv, rows
 from tests.support.tracing import compare_function
 
@@ -133,3 +135,40 @@ def test_a_softmax_over_heads_leaves_shares_of_what_is_hidden() -> None:
         return (shares @ v).pow(2).sum()
 
     compare_function(function, qkv(), (2, 1, 4))
+
+
+# -- buffers whose pattern does not survive what is done to them
+
+READ: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "one column, repeated": lambda buffer, t: buffer[:t, :1].expand(t, t),
+    "one row, repeated": lambda buffer, t: buffer[:1, :t].expand(t, t),
+    "from the second row": lambda buffer, t: buffer[1 : t + 1, :t],
+    "every other row": lambda buffer, t: buffer[: 2 * t : 2, :t],
+    "looked up": lambda buffer, t: buffer[torch.arange(t).flip(0)][:, :t],
+    "turned": lambda buffer, t: buffer.transpose(0, 1)[:t, :t],
+    "flipped": lambda buffer, t: buffer[:t, :t].flip(0),
+}
+
+
+class Buffered(Heads):
+    """Attention under a registered triangle, read in some way."""
+
+    def __init__(self, read: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("seen", torch.ones(40, 40, dtype=torch.bool).tril())
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        t = q.shape[-2]
+        seen = self.read(self.seen, t) | torch.eye(t, dtype=torch.bool)
+        return (q @ k.transpose(-2, -1)).masked_fill(~seen, -INF).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("name", READ)
+def test_patterns_of_buffers(name: str) -> None:
+    class Own(Decoder):
+        attention = lambda _: Buffered(READ[name])  # type: ignore[assignment]  # noqa: E731
+
+    model = made(lambda: Own(layers=1))
+    ids, labels = torch.randint(0, VOCABULARY, (2, 2, 13), generator=torch.Generator().manual_seed(1))
+    compare(model, {"ids": ids, "labels": labels}, chunk_size=4)
