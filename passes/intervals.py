@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
+from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.pieces import Fact, Pieces, Slope, absolute, compare_slope, everywhere
-from streamfx.ir.ranges import Range, in_type, is_exact_in
+from streamfx.ir.ranges import LONGEST, Range, in_type, is_exact_in
 from streamfx.passes.positions import combination
 from streamfx.passes.values.transfer import applied, computed_in, range_of_argument
 
@@ -107,3 +108,14 @@ def _whole(known: Range) -> Slope | None:
     """A whole number as a slope that does not rise."""
     number = known.constant
     return Slope(0, int(number)) if number is not None and abs(number) < float("inf") and number == int(number) else None
+
+
+def reach_of(axes: AxisFacts) -> int:
+    """How far a key may stand from a row."""
+    if axes.sequence is None:
+        return LONGEST
+    ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
+    bounds = [bound for pair in ends for bound in pair]
+    if not all(isinstance(bound, int) for bound in bounds):
+        return LONGEST
+    return max(bounds) - min(bounds)

@@ -22,7 +22,6 @@ from streamfx.ir.joint import (
 from streamfx.ir.pieces import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
 from streamfx.ir.ranges import (
     INFINITY,
-    LONGEST,
     SWAMPED_BY,
     SWAMPED_BY_HALF,
     SWAMPS,
@@ -32,7 +31,7 @@ from streamfx.ir.ranges import (
     everything,
     is_exact_in,
 )
-from streamfx.passes.intervals import COMPARISONS, Intervals
+from streamfx.passes.intervals import COMPARISONS, Intervals, reach_of
 from streamfx.passes.linear import MOVES_ELEMENTS, is_random
 from streamfx.passes.positions import COEFFICIENTS, Positions, combination
 from streamfx.passes.rules.attention import M, N
@@ -40,7 +39,7 @@ from streamfx.passes.rules.registry import broadcast, rule_for
 from streamfx.passes.values import TRANSFERS, Values
 from streamfx.passes.values.arithmetic import plus
 from streamfx.passes.values.products import product
-from streamfx.passes.values.transfer import computed_in
+from streamfx.passes.values.transfer import computed_in, longest
 from streamfx.runtime.kernels import ATTENTION
 
 aten = torch.ops.aten
@@ -66,7 +65,7 @@ class Masks:
         self._pieces: dict[fx.Node, Pieces] = {}
         self._values = Values(trained_sources(joint))
         self._positions = Positions(self._values)
-        self._intervals = Intervals(_reach(axes), self._values.of)
+        self._intervals = Intervals(reach_of(axes), self._values.of)
         self._patterns: dict[fx.Node, Pieces] = {
             node: pieces for node in joint.sources if (pieces := node.meta.get("streamfx_pattern")) is not None and pieces.cuts
         }
@@ -82,7 +81,7 @@ class Masks:
         self._note_pattern(node)
         if self._is_pair(node):
             self._pieces[node] = self._pieces_of(node)
-            self._values.note(node, hull_of(self._pieces[node], _reach(self._axes)))
+            self._values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
         elif node.target is aten.amax.default:
             self._note_largest(node)
 
@@ -309,9 +308,14 @@ class Masks:
         least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
         own = self._intervals.range(scores.at(0))
         if node.target is ATTENTION:
-            own = plus(own, product(first.meta["val"].dtype, self._values.of(first), self._values.of(tensor_operands(node)[1])))
+            own = plus(own, self._scores(first, tensor_operands(node)[1]))
         sees_itself = own.low >= least and self._has_own_keys(node)
         return lambda fact: self._intervals.range(fact).high <= (most if sees_itself else -INFINITY)
+
+    def _scores(self, query: fx.Node, key: fx.Node) -> Range:
+        """The scores of a fused attention, before their bias."""
+        width = longest(shape_of_node(query)[-1])
+        return product(query.meta["val"].dtype, width, self._values.of(query), self._values.of(key))
 
     def _has_own_keys(self, node: fx.Node) -> bool:
         """Whether an operator has, for each row of the sequence, the key of that row."""
@@ -379,17 +383,6 @@ class Masks:
         if role is None or not isinstance(start, int):
             return None
         return role, affine.factor, affine.offset - affine.factor * start
-
-
-def _reach(axes: AxisFacts) -> int:
-    """How far a key may stand from a row."""
-    if axes.sequence is None:
-        return LONGEST
-    ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
-    bounds = [bound for pair in ends for bound in pair]
-    if not all(isinstance(bound, int) for bound in bounds):
-        return LONGEST
-    return max(bounds) - min(bounds)
 
 
 _SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from streamfx.ir.joint import is_tensor
 from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, spread
 from streamfx.passes.values.patterns import is_largest_of, is_share_of
 from streamfx.passes.values.transfer import Call, elementwise
@@ -100,9 +101,14 @@ def _mul(self: Range, other: Range) -> Range:
 def _div(call: Call, self: Range, other: Range) -> Range:
     """A part of a sum of numbers that are not negative is a share of it."""
     known = over(self, other)
-    if self.low >= 0 and is_share_of(call.arguments["self"], call.arguments["other"]):
+    if self.low >= 0 and _is_floating(call.arguments["self"]) and is_share_of(call.arguments["self"], call.arguments["other"]):
         return Range(0, min(known.high, 1.01), True)
     return known
+
+
+def _is_floating(item: Any) -> bool:
+    """Sums of whole numbers may wrap."""
+    return is_tensor(item) and bool(item.meta["val"].is_floating_point())
 
 
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)

@@ -165,7 +165,7 @@ def _rsqrt(self: Range) -> Range:
 def _pow(self: Range, exponent: Range) -> Range:
     """Of positive numbers the extremes are at the corners; of others only squares, cubes and the like are told."""
     power = exponent.constant
-    if power == 0.5:
+    if power == 0.5 and self.low >= 0:
         return RISING[aten.sqrt.default](self)
     if self.low > 0:
         corners = [_power(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]

@@ -16,6 +16,7 @@ from streamfx.passes.values.transfer import Call, count_of, structural
 
 aten = torch.ops.aten
 MOST_COUNTED = 2**24  # float32 counts no further
+LEAST_EPS = 1e-16  # where none is given, it is that of some type
 MORE = 1.01  # sums in a type of few digits may come out a little larger
 
 
@@ -26,8 +27,8 @@ def summed(known: Range, count: Number, dtype: torch.dtype) -> Range:
     if not dtype.is_floating_point:
         return total
     wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
-    nan = item.nan or (math.isinf(item.low) and math.isinf(item.high))
-    return Range(total.low * wider, total.high * wider, nan)
+    low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
+    return Range(low, high, item.nan or (low < -most and high > most))  # parts of a sum may be infinite before the others
 
 
 def reduced_count(call: Call, name: str = "dim") -> Number:
@@ -83,9 +84,11 @@ def _any(call: Call) -> Range:
 
 @structural(aten.var.correction, takes="self dim correction keepdim")
 def _var(call: Call) -> Range:
-    known = call.range("self")
-    width = (known.high - known.low) if known.is_finite else INFINITY
-    return Range(0, 2 * width * width, True)
+    """Squares of distances from the mean, divided by how many there are, less the correction."""
+    known, correction = call.range("self"), call.arguments["correction"]
+    if not known.is_finite or correction not in (None, 0, 1):
+        return Range(0, INFINITY, True)
+    return Range(0, 2 * (known.high - known.low) ** 2, True)
 
 
 @structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
@@ -137,22 +140,23 @@ def _softmax_backward(call: Call) -> Range:
 
 @structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
 def _layer_norm(call: Call) -> tuple[Range, ...]:
-    """n numbers whose squares add up to n."""
-    normal = _of_unit_size(call, call.arguments["normalized_shape"])
     mean = call.range("input")
-    return _scaled(call, normal), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+    return _scaled(call, _divided(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
 
 
 @structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
 def _rms_norm(call: Call) -> tuple[Range, ...]:
-    return _scaled(call, _of_unit_size(call, call.arguments["normalized_shape"])), Range(0, INFINITY, True)
+    return _scaled(call, _divided(call)), Range(0, INFINITY, True)
 
 
-def _of_unit_size(call: Call, sizes: Any) -> Range:
-    count = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else count_of(*call.shape("input"))
-    known = call.range("input")
-    nan = known.nan or not known.magnitude < 1e15  # whose squares may be infinite
-    return Range(-MORE * math.sqrt(count), MORE * math.sqrt(count), nan)
+def _divided(call: Call) -> Range:
+    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are nearly equal."""
+    known, eps = call.range("input"), call.arguments["eps"]
+    eps = LEAST_EPS if eps is None else eps
+    if not isinstance(eps, float) or eps <= 0 or not known.is_finite:
+        return Range(-INFINITY, INFINITY, True)
+    most = 2 * MORE * known.magnitude / math.sqrt(eps)
+    return Range(-most, most, not known.magnitude < 1e15)  # whose squares may be infinite
 
 
 def _scaled(call: Call, known: Range) -> Range:

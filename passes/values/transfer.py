@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_size, is_tensor, results_of, shape_of_node
-from streamfx.ir.ranges import LONGEST, Range, constant, everything, in_type
+from streamfx.ir.joint import is_size, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.ranges import LONGEST, Range, are_assumed, constant, everything, in_type
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -138,10 +138,18 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
         return unknown
     known = _elementwise(node, row, arguments, reader) if row.elementwise else row.function(Call(node, reader, arguments))
     found = known if isinstance(known, tuple) else (known,)
+    assumed = _is_assumed(node, row, reader)
     return tuple(
-        everything(torch.float64) if result is None else in_type(item, result.dtype)
+        everything(torch.float64)
+        if result is None
+        else replace(made := in_type(item, result.dtype), assumed=made.assumed or assumed)
         for item, result in zip((*found, *unknown[len(found) :]), results, strict=True)
     )
+
+
+def _is_assumed(node: fx.Node, row: Row, reader: Reader) -> bool:
+    numbers = [item for item in node.args if isinstance(item, (int, float))] if row.elementwise else []
+    return are_assumed([*map(reader, tensor_operands(node)), *map(constant, numbers)])
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:

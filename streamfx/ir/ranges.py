@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -25,18 +26,22 @@ SWAMPED_BY = -1e28  # a score at least this large is not left out beside one tha
 SWAMPED_BY_HALF = -2.9e4
 ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
-TAME = 1e20  # a product of numbers up to here is taken for an activation; of larger ones nothing is known
+TAME = 1e20  # between two products, weights and activations are multiplied up to here
 LONGEST = 2**31 - 1  # rows of any dimension whose size is not known before the run
 SLACK = 1e-12  # a bound that was computed is this much wider, for its own rounding
 
 
 @dataclass(frozen=True)
 class Range:
-    """Every element is a number in [low, high], or NaN if `nan`."""
+    """Every element is a number in [low, high], or NaN if `nan`.
+
+    `assumed` values are made of weights and activations alone: how large they are is assumed rather than proven.
+    """
 
     low: Number
     high: Number
     nan: bool = False
+    assumed: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.low <= self.high, f"no range: {self.low} .. {self.high}"
@@ -49,6 +54,11 @@ class Range:
     @property
     def magnitude(self) -> Number:
         return max(abs(self.low), abs(self.high))
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether a product of such numbers is taken for an ordinary number."""
+        return self.magnitude <= (TAME if self.assumed else ACTIVATION)
 
     @property
     def is_finite(self) -> bool:
@@ -88,12 +98,18 @@ def activation(dtype: torch.dtype) -> Range:
     if not dtype.is_floating_point:
         return everything(dtype)
     most = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
-    return Range(-most, most)
+    return Range(-most, most, assumed=True)
 
 
 def hull(*ranges: Range) -> Range:
     """The least range around all."""
-    return Range(min(r.low for r in ranges), max(r.high for r in ranges), any(r.nan for r in ranges))
+    low, high = min(r.low for r in ranges), max(r.high for r in ranges)
+    return Range(low, high, any(r.nan for r in ranges), are_assumed(ranges))
+
+
+def are_assumed(ranges: Sequence[Range]) -> bool:
+    """Whether what is made of such values is made of weights and activations, and of nothing that is large by itself."""
+    return any(r.assumed for r in ranges) and all(r.assumed or r.magnitude <= ACTIVATION for r in ranges)
 
 
 def spread(low: Number, high: Number, nan: bool = False) -> Range:
@@ -128,7 +144,7 @@ def in_type(known: Range, dtype: torch.dtype) -> Range:
         return everything(dtype)  # what is too large for float8 becomes NaN, infinite or the largest number
     if not dtype.is_floating_point:
         return _whole(known, dtype)
-    return Range(_rounded(known.low, dtype), _rounded(known.high, dtype), known.nan)
+    return Range(_rounded(known.low, dtype), _rounded(known.high, dtype), known.nan, known.assumed)
 
 
 def _whole(known: Range, dtype: torch.dtype) -> Range:

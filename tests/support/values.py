@@ -54,6 +54,7 @@ HURTING = [
     -INF,
     float("nan"),
 ]
+LARGE = [2e6, -1e9, 1e19, -1e30, INF, float("nan")]
 MILD = [0.0, 1.0, -1.0, 0.5, 2.0, -3.0]
 PRODUCTS = {  # what these make of large numbers is assumed, not proven
     aten.mm.default,
@@ -171,9 +172,9 @@ def samples() -> tuple[Sample, ...]:
     )
 
 
-def _numbers(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype, mild: bool = False) -> Tensor:
+def _numbers(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype, among: list[float] = HURTING) -> Tensor:
     """Of few kinds at a time, so that ranges are narrow as often as wide."""
-    kinds = chance.sample(MILD if mild else HURTING, chance.randint(1, 4))
+    kinds = chance.sample(among, chance.randint(1, 4))
     count = torch.Size(shape).numel()
     drawn = torch.tensor([chance.choice(kinds) for _ in range(count)], dtype=torch.float64).view(shape)
     return drawn.to(dtype) if dtype.is_floating_point else drawn.nan_to_num(0, 1e9, -1e9).clamp(-1e9, 1e9).to(dtype)
@@ -227,10 +228,11 @@ def _by_sample(operator: Any) -> Callable[[random.Random], tuple[tuple[Any, ...]
             args, kwargs = call.args, dict(call.kwargs)
         dtype = chance.choice(TYPES[:4])
         mild = operator in PRODUCTS or operator is aten.histc.default
+        among = (LARGE if operator in PRODUCTS and chance.random() < 0.5 else MILD) if mild else HURTING
 
         def renewed(item: Any) -> Any:
             is_number = isinstance(item, Tensor) and item.is_floating_point()
-            return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, mild) if is_number else item
+            return _numbers(chance, tuple(item.shape), torch.float64 if mild else dtype, among) if is_number else item
 
         return pytree.tree_map(renewed, (tuple(args), kwargs))
 
