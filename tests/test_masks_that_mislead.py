@@ -160,7 +160,7 @@ class Buffered(Heads):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         t = q.shape[-2]
-        return (q @ k.transpose(-2, -1)).masked_fill(~self.read(self.seen, t), -INF).softmax(-1) @ v
+        return (q @ k.transpose(-2, -1)).masked_fill(~self.read(self.get_buffer("seen"), t), -INF).softmax(-1) @ v
 
 
 @pytest.mark.parametrize("name", READ)

@@ -150,7 +150,7 @@ def _rms_norm(call: Call) -> tuple[Range, ...]:
 
 
 def _divided(call: Call) -> Range:
-    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are nearly equal."""
+    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are near equals."""
     known, eps = call.range("input"), call.arguments["eps"]
     eps = LEAST_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or not known.is_finite:
