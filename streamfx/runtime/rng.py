@@ -36,7 +36,9 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
     generator.manual_seed(mixed(int(seed), key, start))
     draw = drawing(function)
     assert draw is not None, f"{name} was streamed although it takes no generator"
-    return draw(*args, **{**kwargs, "generator": generator})
+    # Numbers are drawn in the order of memory, and rows that are read again may lie otherwise than those that were made.
+    dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args]
+    return draw(*dense, **{**kwargs, "generator": generator})
 
 
 @cache
