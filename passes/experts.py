@@ -24,7 +24,7 @@ from streamfx.passes.fillers import fill_of
 from streamfx.passes.permutations import Orders, Reordered
 from streamfx.passes.row_numbers import VIEWS, counts_up, size_arguments
 from streamfx.passes.rules.registry import WHY_WHOLE
-from streamfx.passes.values.casts import RESHAPED, SAME_SHAPES, behind_copies
+from streamfx.passes.values.casts import RESHAPED, SAME_SHAPES, behind_copies, is_whole
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
 aten = torch.ops.aten
@@ -83,6 +83,9 @@ def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any)
     if count == 1 and _counts_all(ends, keys):
         writer, own = orders.writer.before(node), keys.meta["val"]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=own.dtype, device=own.device)
+    if not is_whole(keys, orders.values):
+        _whole(node, "its rows are sorted by numbers that may be fractions as far as the graph tells")
+        return None
     counted = _counted(orders, ends, count, keys)
     if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):
         _whole(node, "nothing proves that its groups end where the numbers end by which its rows are sorted")
@@ -141,21 +144,22 @@ def _counted(orders: Orders, ends: fx.Node, count: Any, keys: fx.Node) -> fx.Nod
     if counts in orders.restored:
         counts = orders.restored[counts].twin
     counter = COUNTERS.get(counts.target)
-    numbers = None if counter is None else counter(counts, count)
+    numbers = None if counter is None else counter(orders, counts, count)
     if numbers is None or sizes.product(shape_of_node(numbers)) != sizes.product(shape_of_node(keys)):
         return None
     return numbers  # type: ignore[no-any-return]
 
 
-def _histogram(counts: fx.Node, count: Any) -> fx.Node | None:
-    """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count]."""
+def _histogram(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
+    """Bins of a histogram that hold a whole number each: [0, count - 1] in `count` bins, or [0, count], which none is."""
     arguments = bound_arguments(counts)
-    bins, low, high = arguments["bins"], arguments["min"], arguments["max"]
+    numbers, bins, low, high = node_argument(counts), arguments["bins"], arguments["min"], arguments["max"]
     fits = bins == count and low == 0 and high in (count - 1, count) and high > 0
-    return node_argument(counts) if fits else None
+    none_beyond = high == count - 1 or orders.values.of(numbers).high < count
+    return numbers if fits and none_beyond else None
 
 
-def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
+def _ones_added(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     """zeros.index_add(0, numbers, ones)"""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
@@ -163,7 +167,7 @@ def _ones_added(counts: fx.Node, count: Any) -> fx.Node | None:
     return arguments["index"] if fits else None
 
 
-def _equals_summed(counts: fx.Node, count: Any) -> fx.Node | None:
+def _equals_summed(orders: Orders, counts: fx.Node, count: Any) -> fx.Node | None:
     """(numbers[:, None] == [0 1 2 ...]).sum(0)"""
     source, dims = node_argument(counts), bound_arguments(counts)["dim"]
     while source.target is aten._to_copy.default:  # of truth values, which any type holds

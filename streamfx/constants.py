@@ -17,7 +17,7 @@ from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
-NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION))  # ordinary numbers
+NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=True))  # ordinary numbers, as weights are
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:
@@ -122,11 +122,18 @@ def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
     return tensor.nbytes <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
 
 
+def _pattern(tensor: Tensor, belongs: bool) -> Pieces | None:
+    """What the caller hands in may be anything, with a gradient, too: a bias is no activation."""
+    if belongs:
+        return pattern_of(tensor)
+    return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None
+
+
 def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedInput]:
     """The inputs of which something is known, among those that belong to the model (`held`) rather than to its caller."""
     watched = []
     for position, (tensor, belongs) in enumerate(zip(inputs, held, strict=True)):
-        pattern = pattern_of(tensor) if belongs and isinstance(tensor, Tensor) else None
+        pattern = _pattern(tensor, belongs) if isinstance(tensor, Tensor) else None
         if pattern is not None and _is_watchable(tensor, pattern):
             watched.append(WatchedInput.of(position, tensor, pattern))
     return watched

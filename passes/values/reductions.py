@@ -153,10 +153,10 @@ def _divided(call: Call) -> Range:
     """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are near equals."""
     known, eps = call.range("input"), call.arguments["eps"]
     eps = LEAST_EPS if eps is None else eps
-    if not isinstance(eps, float) or eps <= 0 or not known.is_finite:
+    if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
         return Range(-INFINITY, INFINITY, True)
     most = 2 * MORE * known.magnitude / math.sqrt(eps)
-    return Range(-most, most, not known.magnitude < 1e15)  # whose squares may be infinite
+    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # whose squares may be infinite
 
 
 def _scaled(call: Call, known: Range) -> Range:

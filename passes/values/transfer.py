@@ -148,8 +148,11 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
 
 
 def _is_assumed(node: fx.Node, row: Row, reader: Reader) -> bool:
-    numbers = [item for item in node.args if isinstance(item, (int, float))] if row.elementwise else []
-    return are_assumed([*map(reader, tensor_operands(node)), *map(constant, numbers)])
+    """Of the numbers that go into a result; where numbers say which others are taken, they do not."""
+    operands = tensor_operands(node)
+    if not row.elementwise:
+        return are_assumed([reader(item) for item in operands if item.meta["val"].is_floating_point()])
+    return are_assumed([*map(reader, operands), *(constant(item) for item in node.args if isinstance(item, (int, float)))])
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
