@@ -306,11 +306,13 @@ class Masks:
         first = tensor_operands(node)[0]
         half = first.meta["val"].dtype == torch.float16
         least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
-        own = self._intervals.range(scores.at(0))
-        if node.target is ATTENTION:
-            own = plus(own, self._scores(first, tensor_operands(node)[1]))
-        sees_itself = own.low >= least and self._has_own_keys(node)
-        return lambda fact: self._intervals.range(fact).high <= (most if sees_itself else -INFINITY)
+        products = self._scores(first, tensor_operands(node)[1]) if node.target is ATTENTION else constant(0)
+
+        def score(fact: Fact) -> Range:
+            return plus(self._intervals.range(fact), products)
+
+        sees_itself = score(scores.at(0)).low >= least and self._has_own_keys(node)
+        return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
 
     def _scores(self, query: fx.Node, key: fx.Node) -> Range:
         """The scores of a fused attention, before their bias."""

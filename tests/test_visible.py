@@ -189,7 +189,8 @@ def test_a_mask_of_scores_is_none_of_the_step() -> None:
 
 
 def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> None:
-    """In float16, exp(-29984 + 30000) is a share that counts."""
+    """In float16, exp(-29984 + 30000) is a share that counts, and products lift one above the other."""
     mask = torch.tensor([[-29984.0, -30000.0, -30000.0], [0.0, 0.0, -30000.0]], dtype=torch.float16)
+    assert [piece.keys for piece in pieces_of(mask[None, :1] + 10000, 1)] == [(0, 3)]
     assert [piece.keys for piece in pieces_of(mask[None, :1], 1)] == [(0, 3)]
     assert [piece.keys for piece in pieces_of(mask[None, 1:], 1)] == [(0, 2)]

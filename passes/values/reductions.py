@@ -103,8 +103,8 @@ def _norm(call: Call) -> Range:
 @structural(aten.logsumexp.default, takes="self dim keepdim")
 def _logsumexp(call: Call) -> Range:
     known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
-    more = math.log(max(count, 1)) + 1e-3
-    return plus(known, Range(-1e-3 * (1 + abs(known.low) if math.isfinite(known.low) else 1), more))
+    slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # of the sum, which a narrow type rounds before its logarithm is taken
+    return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
 
 
 @structural(aten._softmax.default, takes="self dim half_to_float")

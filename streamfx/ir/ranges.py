@@ -24,6 +24,7 @@ SWAMPS = -9e29  # a score at least this negative leaves exactly nothing beside o
 SWAMPS_HALF = -3e4  # the same for float16, whose range ends at 65504
 SWAMPED_BY = -1e28  # a score at least this large is not left out beside one that swamps
 SWAMPED_BY_HALF = -2.9e4
+SEEN_HALF = -5e3  # what a mask adds where products of +-10,000 do not lift what is hidden beside it
 ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
 TAME = 1e20  # between two products, weights and activations are multiplied up to here

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from streamfx.ir.ranges import SWAMPED_BY, SWAMPED_BY_HALF, SWAMPS, SWAMPS_HALF
+from streamfx.ir.ranges import SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_HALF
 
 LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
 
@@ -69,7 +69,7 @@ def _intervals(mask: Tensor) -> list[list[_Row]]:
     count = seen.sum(-1)
     first = seen.byte().argmax(-1)
     stop = mask.shape[-1] - seen.flip(-1).byte().argmax(-1)
-    some = (mask >= (SWAMPED_BY_HALF if half else SWAMPED_BY)).any(-1)  # else what is hidden may count beside what is seen
+    some = (mask >= (SEEN_HALF if half else SWAMPED_BY)).any(-1)  # else what is hidden may count beside what is seen
     first, stop = first * some, torch.where(some, stop, mask.shape[-1])
     table = torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1)
     return [[_Row(first, stop, bool(solid)) for first, stop, solid in rows] for rows in table.tolist()]
