@@ -76,7 +76,7 @@ def may_be_merged(node: fx.Node) -> bool:
 
 
 def note_layouts(graph: fx.Graph) -> None:
-    """Note of each opaque operator how its operands lie in memory, before anything is rewritten."""
+    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten."""
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
@@ -85,6 +85,14 @@ def note_layouts(graph: fx.Graph) -> None:
         if is_opaque(node):
             strides = (operand.meta["val"].stride() for operand in tensor_operands(node))
             node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
+    output = graph.output_node()
+    output.meta[LAYOUTS] = tuple(_strides(item) for item in output.args[0])  # type: ignore[union-attr]
+
+
+def _strides(item: Any) -> tuple[Size, ...] | None:
+    """The strides of a tensor of which there is more than one way to lie in memory."""
+    value = item.meta["val"] if is_tensor(item) else None
+    return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
 
 def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:

@@ -11,10 +11,10 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument, shape_of_node
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
-from streamfx.ir.sizes import Size, free_symbols, size_of
+from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.passes.bodies import BodyBuilder
 from streamfx.passes.opaque import LAYOUTS, is_part
 from streamfx.passes.regions import Region, is_loop_value
@@ -95,13 +95,17 @@ class OuterBuilder:
                 return self.number(size_of(argument.meta["val"]))
             value = self.operand(argument)
             strides = next(layouts, None) if is_tensor(argument) else None
-            if strides is None or argument.op == "placeholder":
-                return value
-            made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
-            made.meta = {"val": argument.meta["val"], "joint": argument.name}
-            return made
+            return value if strides is None else self.laid_out(value, argument, strides)
 
         return taken
+
+    def laid_out(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
+        """A value of the joint graph with the strides that it has there; inputs have them, and loops stack rows densely."""
+        if node.op == "placeholder" or (value.meta.get("streamfx_stacked") and _are_dense(strides, shape_of_node(node))):
+            return value
+        made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
+        made.meta = {"val": node.meta["val"], "joint": node.name}
+        return made
 
     def _constant(self, node: fx.Node) -> None:
         name = f"constant_{node.name}"
@@ -172,12 +176,19 @@ class OuterBuilder:
         call = self.graph.call_module(name, (*symbols, *sources))
         for position, node in enumerate(leaves):
             made = self.graph.call_function(operator.getitem, (call, position))
-            made.meta = {"val": node.meta["val"], "joint": node.name}
+            made.meta = {"val": node.meta["val"], "joint": node.name, "streamfx_stacked": True}
             self.env[node] = made
         for position, node in enumerate(builder.states, len(leaves)):
             made = self.graph.call_function(operator.getitem, (call, position))
             made.meta = {"val": first_row(node), "joint": node.name}
             self.states[node], self.chunks_of_states[node] = made, chunk_size
+
+
+def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+    """Whether the last dimension is the innermost one, and so on; of a single element it does not matter."""
+    return all(
+        size == 1 or stride == product(shape[dim + 1 :]) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    )
 
 
 def first_row(node: fx.Node) -> torch.Tensor:

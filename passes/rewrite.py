@@ -26,6 +26,7 @@ from streamfx.ir.stage import Stage
 from streamfx.passes.handover import producer_of
 from streamfx.passes.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
 from streamfx.passes.linear import is_expensive, is_random, unpacks
+from streamfx.passes.opaque import LAYOUTS
 from streamfx.passes.outer import OuterBuilder
 from streamfx.passes.regions import Region, is_loop_value, place
 from streamfx.passes.reuse import reuse_buffers
@@ -62,7 +63,7 @@ class _Rewriter:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
-        results = [self._output(forward, output) for output in self.joint.outputs]
+        results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
             forward.graph.output(tuple(results))
             return Program(_finished(forward), None, (), tuple(forward.loops))
@@ -121,6 +122,16 @@ class _Rewriter:
         if stage.gradient_in_forward:
             wanted += [node for node in stage.gradients if is_tensor(node)]
         return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
+
+    def _results(self, forward: OuterBuilder) -> list[Any]:
+        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again."""
+        made: dict[Any, Any] = {}
+        layouts = self.joint.graph.output_node().meta.get(LAYOUTS, (None,) * len(self.joint.outputs))
+        for output, strides in zip(self.joint.outputs, layouts, strict=False):
+            if (output, strides) not in made:
+                value = self._output(forward, output)
+                made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
+        return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):
