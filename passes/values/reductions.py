@@ -156,6 +156,8 @@ def _divided(call: Call) -> Range:
     if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
         return Range(-INFINITY, INFINITY, True)
     most = 2 * MORE * known.magnitude / math.sqrt(eps)
+    if known.assumed:  # activations are no large numbers that are nearly equal
+        most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
     return Range(-most, most, known.nan or not known.magnitude < 1e15)  # whose squares may be infinite
 
 

@@ -27,7 +27,7 @@ SWAMPED_BY_HALF = -2.9e4
 SEEN_HALF = -5e3  # what a mask adds where products of +-10,000 do not lift what is hidden beside it
 ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
-TAME = 1e20  # between two products, weights and activations are multiplied up to here
+TAME = 1e28  # between two products, weights and activations are multiplied up to here
 LONGEST = 2**31 - 1  # rows of any dimension whose size is not known before the run
 SLACK = 1e-12  # a bound that was computed is this much wider, for its own rounding
 
