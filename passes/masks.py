@@ -45,15 +45,8 @@ from streamfx.runtime.kernels import ATTENTION
 aten = torch.ops.aten
 
 # Operators along other dimensions than rows and keys, or with a product beside them: ranges tell what they make of an interval.
-REDUCES_OTHERS = frozenset(
-    {
-        aten.sum.dim_IntList,
-        aten.mean.dim,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten._softmax_backward_data.default,
-    }
-)
+SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
+REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
 
 
 class Masks:
@@ -82,7 +75,7 @@ class Masks:
         if self._is_pair(node):
             self._pieces[node] = self._pieces_of(node)
             self._values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
-        elif node.target is aten.amax.default:
+        elif node.target in (aten.amax.default, aten.logsumexp.default):
             self._note_largest(node)
 
     def of(self, node: fx.Node) -> Pieces:
@@ -336,13 +329,18 @@ class Masks:
     def _note_largest(self, node: fx.Node) -> None:
         """The largest score of a row is no less than that of its own key."""
         source = tensor_operands(node)[0]
-        if node.target in (aten.amax.default, aten.max.dim) and source in self._pieces and self._has_own_keys(node):
-            own, known = self._intervals.range(self._operand(source, node).at(0)), self._values.of(source)
+        if (
+            node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
+            and source in self._pieces
+            and self._has_own_keys(node)
+        ):
+            own = self._intervals.range(self._operand(source, node).at(0))
+            known = self._values.of(node if is_tensor(node) else source)
             dim = bound_arguments(node)["dim"]
             dims = [dim] if isinstance(dim, int) else list(dim)
             along = [self._operand_roles(source, node)[item] for item in dims]
             if along == [Role.KEYS]:
-                self._values.note(node, Range(max(own.low, known.low), known.high, known.nan))
+                self._values.note(node, Range(max(own.low - 1 - abs(own.low) / 100, known.low), known.high, known.nan))
 
     # -- index vectors
 
