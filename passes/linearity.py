@@ -66,7 +66,7 @@ def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> b
     """Whether a number on its way from a driver to a gradient may be scaled after it is rounded to a type, instead of before.
 
     The type has to reach as far as float32 does (loss scaling keeps a float16 gradient from vanishing, and one made for the
-    number one is not scaled), and to have the driver's digits, or all but those that bfloat16 lacks of float32's.
+    number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of float32's.
     """
     if not dtype.is_floating_point:
         return False
@@ -74,7 +74,8 @@ def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> b
         own, wide = torch.finfo(dtype), torch.finfo(torch.float32)
         reaches = math.frexp(own.max)[1] >= math.frexp(wide.max)[1] and own.tiny <= wide.tiny
         spare = _digits(torch.float32) - _digits(torch.bfloat16)
-        wanted = min(_digits(driver), max(_digits(driver), _digits(gradient)) - spare)
+        ends = _digits(driver), _digits(gradient)
+        wanted = min(*ends, max(ends) - spare)
         return reaches and _digits(dtype) >= max(wanted, _digits(torch.bfloat16))
     except NotImplementedError:  # a packed type has no numbers of its own
         return False

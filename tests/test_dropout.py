@@ -45,8 +45,19 @@ class DroppedHeads(decoders.CausalHeads):
         return mixed
 
 
+class DroppedMix(decoders.CausalHeads):
+    """Dropout on what a fused attention returns: its rows lie otherwise than those of a saved stack."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(super().mix(q, k, v), 0.3, self.training)
+
+
 class OnHeads(decoders.Decoder):
     attention = DroppedHeads
+
+
+class OnMix(decoders.Decoder):
+    attention = DroppedMix
 
 
 class FusedDropout(decoders.Decoder):
@@ -57,8 +68,14 @@ class SpelledDropout(decoders.Decoder):
     attention = SpelledDropoutHeads
 
 
-RANDOM = {"residual": Dropped, "fused attention": FusedDropout, "spelled attention": SpelledDropout, "heads": OnHeads}
-SAVED = [*((name, "auto") for name in RANDOM), ("heads", "projections"), ("heads", "products")]
+RANDOM = {
+    "residual": Dropped,
+    "fused attention": FusedDropout,
+    "spelled attention": SpelledDropout,
+    "heads": OnHeads,
+    "mix": OnMix,
+}
+SAVED = [*((name, "auto") for name in RANDOM), ("heads", "projections"), ("mix", "attention"), ("mix", "products")]
 
 
 @pytest.mark.parametrize("name", RANDOM)

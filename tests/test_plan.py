@@ -172,7 +172,7 @@ def test_an_objective_has_a_reference() -> None:
         for name, rank in (("sft", None), ("dpo", None), ("dpo", 4))
     )
     assert dpo["peak_by_term"]["parameters"] == 2 * sft["peak_by_term"]["parameters"] > adapted["peak_by_term"]["parameters"]
-    assert dpo["flops"] > 2.4 * sft["flops"]
+    assert dpo["flops"] > 2.5 * sft["flops"]
     assert not any(reason for stage in dpo["stages"] for reason in stage["reasons"])
     with pytest.raises(streamfx.PlanError, match="sft, dpo, grpo"):
         streamfx.plan(TINY, objective="ppo")

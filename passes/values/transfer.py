@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_size, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.ranges import LONGEST, Range, are_assumed, constant, everything, in_type
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
@@ -28,6 +28,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 # What these say of a result is not in its numbers.
 WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
 CONDITIONS = frozenset({"condition", "mask"})  # arguments that are no operands of the arithmetic
+CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that say which numbers are taken, and how much of each
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ def _is_assumed(node: fx.Node, row: Row, reader: Reader) -> bool:
     """Of the numbers that go into a result; where numbers say which others are taken, they do not."""
     operands = tensor_operands(node)
     if not row.elementwise:
-        return are_assumed([reader(item) for item in operands if item.meta["val"].is_floating_point()])
+        choose = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
+        return are_assumed([reader(item) for item in operands if item not in choose and item.meta["val"].is_floating_point()])
     return are_assumed([*map(reader, operands), *(constant(item) for item in node.args if isinstance(item, (int, float)))])
 
 

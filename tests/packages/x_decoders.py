@@ -56,7 +56,7 @@ CAUSAL, WINDOW, MASKED = {"causal"}, {"window(7)"}, {"masked"}
 # what is run each time, and the attention that has to be found
 SPREAD: dict[str, tuple[Builder, set[str] | None]] = {
     "forgetting": (decoder(attn_data_dependent_alibi=True), CAUSAL),
-    "slopes": (decoder(alibi_pos_bias=True, alibi_num_heads=2, attn_flash=True), CAUSAL | MASKED),
+    "slopes": (decoder(alibi_pos_bias=True, alibi_num_heads=2, attn_flash=True), CAUSAL),
     "values of the first layer": (decoder(add_value_residual=True), CAUSAL),
 }
 
