@@ -66,7 +66,8 @@ def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> b
     """Whether a number on its way from a driver to a gradient may be scaled after it is rounded to a type, instead of before.
 
     The type has to reach as far as float32 does (loss scaling keeps a float16 gradient from vanishing, and one made for the
-    number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of float32's.
+    number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of
+    float32's.
     """
     if not dtype.is_floating_point:
         return False

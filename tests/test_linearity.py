@@ -182,9 +182,9 @@ def test_types_that_carry() -> None:
 
     double, single, half = torch.float64, torch.float32, torch.bfloat16
     assert found(double, double) == {double}
-    assert found(double, single) == found(double, half) == {double, single}
-    assert found(single, double) == {double, single}
-    assert found(single, single) == found(single, half) == found(half, half) == found(half, single) == {double, single, half}
+    assert found(double, single) == found(single, double) == {double, single}
+    assert found(single, single) == found(half, single) == {double, single, half}
+    assert found(double, half) == found(single, half) == found(half, half) == {double, single, half}
 
 
 # -- gradients for a loss that counts five times
