@@ -49,6 +49,7 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> Causality
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
+    ordinary: set[fx.Node] = set()
     for group in _groups(pairs, axes):
         supports = [_support(node, masks, axes, demand) for node in group]
         bounds = [support for support in supports if support is not None]
@@ -62,7 +63,9 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> Causality
             signature = axes.signatures[node]
             if signature.keys and _is_exact(node, masks, span):
                 exact.add(node)
-    return CausalityFacts(spans, verdicts, frozenset(exact))
+            if signature.keys and masks.finite_hides(node):
+                ordinary.add(node)
+    return CausalityFacts(spans, verdicts, frozenset(exact), frozenset(ordinary))
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:

@@ -252,21 +252,25 @@ def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The kernel on the chunk's queries and the keys they see."""
     query, key, value, *mask = builder.operands(node)
-    arguments = bound_arguments(node)
     return builder.graph.call_function(
-        chunked.forward, (query, key, value, *_visibility(builder, node, mask)), {"scale": arguments["scale"]}
+        chunked.forward, (query, key, value, *_visibility(builder, node, mask)), _scores(builder, node, mask)
     )
 
 
 @emits(ATTENTION_BACKWARD)
 def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
-    arguments = bound_arguments(node)
     return builder.graph.call_function(
         chunked.backward,
         (gradient, query, key, value, out, lse, *_visibility(builder, node, mask)),
-        {"scale": arguments["scale"]},
+        _scores(builder, node, mask),
     )
+
+
+def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
+    """What is said of scores: their scale, and whether some may be so large that a mask's finite numbers do not hide them."""
+    scale = {"scale": bound_arguments(node)["scale"]}
+    return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
 
 
 def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:

@@ -21,11 +21,13 @@ from streamfx.ir.joint import (
 )
 from streamfx.ir.pieces import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
 from streamfx.ir.ranges import (
+    ACTIVATION_HALF,
     INFINITY,
     SWAMPED_BY,
     SWAMPED_BY_HALF,
     SWAMPS,
     SWAMPS_HALF,
+    TAME,
     Range,
     constant,
     everything,
@@ -37,15 +39,16 @@ from streamfx.passes.positions import COEFFICIENTS, Positions, combination
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.registry import broadcast, rule_for
 from streamfx.passes.values import TRANSFERS, Values
-from streamfx.passes.values.arithmetic import plus
+from streamfx.passes.values.arithmetic import plus, times
 from streamfx.passes.values.products import product
 from streamfx.passes.values.transfer import computed_in, longest
-from streamfx.runtime.kernels import ATTENTION
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
 
 # Operators along other dimensions than rows and keys, or with a product beside them: ranges tell what they make of an interval.
 SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
+FUSED = (ATTENTION, ATTENTION_BACKWARD)
 REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
 
 
@@ -299,7 +302,7 @@ class Masks:
         first = tensor_operands(node)[0]
         half = first.meta["val"].dtype == torch.float16
         least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
-        products = self._scores(first, tensor_operands(node)[1]) if node.target is ATTENTION else constant(0)
+        products = self._products(node) if node.target in FUSED else constant(0)
 
         def score(fact: Fact) -> Range:
             return plus(self._intervals.range(fact), products)
@@ -307,10 +310,20 @@ class Masks:
         sees_itself = score(scores.at(0)).low >= least and self._has_own_keys(node)
         return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
 
-    def _scores(self, query: fx.Node, key: fx.Node) -> Range:
-        """The scores of a fused attention, before their bias."""
-        width = longest(shape_of_node(query)[-1])
-        return product(query.meta["val"].dtype, width, self._values.of(query), self._values.of(key))
+    def finite_hides(self, node: fx.Node) -> bool:
+        """Whether a fused attention's products are small beside the finite numbers that hide keys."""
+        half = tensor_operands(node)[0].meta["val"].dtype == torch.float16
+        return self._products(node).magnitude <= (ACTIVATION_HALF if half else TAME)
+
+    def _products(self, node: fx.Node) -> Range:
+        """The scores of a fused attention, before their bias. The scale that is not given is less than one."""
+        arguments = bound_arguments(node)
+        query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
+        dtype = query.meta["val"].dtype
+        known = product(dtype, longest(shape_of_node(query)[-1]), self._values.of(query), self._values.of(key))
+        if scale is None:
+            return known
+        return times(known, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
 
     def _has_own_keys(self, node: fx.Node) -> bool:
         """Whether an operator has, for each row of the sequence, the key of that row."""

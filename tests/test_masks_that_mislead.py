@@ -116,6 +116,28 @@ def test_ordinary_scores_are_still_hidden_by_a_finite_number() -> None:
     assert spans_of(mask, (GATE, COUNT)) == {"causal"}
 
 
+FUSED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of positions": lambda seen: columns(T) > rows(T),
+    "of data": lambda seen: (columns(T) > rows(T)) | ~seen,
+}
+
+
+@pytest.mark.parametrize("name", FUSED_MASKS)
+@pytest.mark.parametrize(("scale", "proven"), [(None, True), (0.5, True), (2.0**100, False)])
+def test_a_fused_scale_makes_scores_large(scale: float | None, proven: bool, name: str) -> None:
+    """Then they are as negative as what hides. Whole numbers: products are the same in chunks of all sizes."""
+
+    def function(inputs: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
+        hidden = torch.zeros(T, T, dtype=q.dtype).masked_fill(FUSED_MASKS[name](seen), -1e33)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden, scale=scale).pow(2).sum()
+
+    seen = torch.arange(T) < T - 2
+    facts = compare_function(function, [(100 * qkv()[0]).detach().round().requires_grad_(), seen], (2, 4), tolerance=1e-12)
+    assert facts.causality is not None
+    assert set(facts.causality.verdicts.values()) == {"causal" if proven and name == "of positions" else "masked"}
+
+
 def test_fewer_keys_than_rows() -> None:
     """A row without a key of its own has nothing beside which the hidden ones vanish."""
 

@@ -77,6 +77,14 @@ def test_pieces_are_the_mask(mask: Tensor) -> None:
     assert torch.equal(made[~hidden], mask[~hidden])
 
 
+def test_only_minus_infinity_hides_large_scores() -> None:
+    """Beside scores that may be as large, a huge number is something that is added."""
+    mask = torch.zeros(1, 8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e35)
+    assert {piece.kind for piece in pieces_of(mask, 1)} == {Kind.CAUSAL}
+    assert {piece.kind for piece in pieces_of(mask, 1, finite_hides=False)} == {Kind.MIXED}
+    assert pieces_of(mask.masked_fill(mask < 0, -INF), 1, finite_hides=False) == pieces_of(mask, 1)
+
+
 def as_mask(dense: Tensor) -> Mask:
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("mask"),))

@@ -170,7 +170,7 @@ def _pow(self: Range, exponent: Range) -> Range:
     if self.low > 0:
         corners = [_power(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
         return _rough(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING
-    if power is None or power != int(power) or not 0 < power <= 16:
+    if power is None or not 0 < power <= 16 or power != int(power):
         return ANYTHING
     ends = [_whole_power(x, int(power)) for x in (self.low, self.high)]
     low = 0 if self.has_zero and power % 2 == 0 else min(ends)

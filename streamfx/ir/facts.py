@@ -123,6 +123,7 @@ class CausalityFacts:
     spans: Mapping[fx.Node, Span]
     verdicts: Mapping[fx.Node, str]
     exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask is exactly its span
+    ordinary: frozenset[fx.Node] = frozenset()  # fused attention whose scores leave nothing of what a huge number hides
 
 
 @dataclass(frozen=True)

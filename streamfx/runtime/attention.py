@@ -30,13 +30,14 @@ def forward(
     window: Window | None,
     *,
     scale: float | None = None,
+    finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high), None being
-    unbounded; without a window it sees all.
+    unbounded; without a window it sees all. `finite_hides`: scores are small beside the huge negative numbers of a mask.
     """
-    pieces, bias = _seen(query, key, mask, first, window)
+    pieces, bias = _seen(query, key, mask, first, window, finite_hides)
     if _is_all(pieces, query, key):
         return _forward(pieces[0].kind, query, key, value, bias, scale)
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
@@ -61,9 +62,10 @@ def backward(
     window: Window | None,
     *,
     scale: float | None = None,
+    finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, and the chunk's part of those of the keys and values it sees."""
-    pieces, bias = _seen(query, key, mask, first, window)
+    pieces, bias = _seen(query, key, mask, first, window, finite_hides)
     if _is_all(pieces, query, key):
         return _backward(pieces[0].kind, gradient, query, key, value, out, lse, bias, scale)
     dq, dk, dv = (torch.zeros_like(item) for item in (query, key, value))
@@ -125,13 +127,13 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def _seen(
-    query: Tensor, key: Tensor, mask: Tensor | Mask | None, first: int | None, window: Window | None
+    query: Tensor, key: Tensor, mask: Tensor | Mask | None, first: int | None, window: Window | None, finite_hides: bool
 ) -> tuple[Sequence[Piece], Bias]:
     """Pieces, and the mask [b h m n] for those that are mixed, with the window in it."""
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
     bounded = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not bounded:
-        return mask.pieces(rows, keys, batch), mask.dense
+        return mask.pieces(rows, keys, batch, finite_hides), mask.dense
     dense = mask.dense() if isinstance(mask, Mask) else mask
     kind = Kind.MIXED
     if dense is None and not bounded:

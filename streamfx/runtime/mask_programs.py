@@ -66,16 +66,16 @@ class MaskProgram(nn.Module):
         """Itself: AOTAutograd compiles a copy of the backward half, which is to find what the forward half has found."""
         return self
 
-    def pieces(self, mask: Mask, batch: int, rows: int, keys: int) -> tuple[Piece, ...] | None:
+    def pieces(self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool) -> tuple[Piece, ...] | None:
         """What the chunk's rows see, where the mask is the same for all heads; else None."""
-        key = self._identity(mask.inputs, (batch, rows, keys))
+        key = self._identity(mask.inputs, (batch, rows, keys, finite_hides))
         known = mask.looks.find(key) if key is not None else None
         if known is not None:
             return known
         dense = mask.dense()
         if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
             return None
-        found = pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch)
+        found = pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
         if key is not None:
             mask.looks.keep(key, found, mask.inputs)
         return found
@@ -101,9 +101,9 @@ class Mask:
             self._dense = dense[(None,) * (4 - dense.dim())]
         return self._dense
 
-    def pieces(self, rows: int, keys: int, batch: int) -> tuple[Piece, ...]:
+    def pieces(self, rows: int, keys: int, batch: int, finite_hides: bool) -> tuple[Piece, ...]:
         """What the chunk's rows see of its keys."""
-        found = self.program.pieces(self, batch, rows, keys) if rows > 0 and keys > 0 else None
+        found = self.program.pieces(self, batch, rows, keys, finite_hides) if rows > 0 and keys > 0 else None
         if found is None:
             return (Piece(Kind.MIXED, (0, rows), (0, keys), (0, batch)),)
         if all(piece.kind is not Kind.MIXED for piece in found):

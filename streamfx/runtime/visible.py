@@ -14,9 +14,17 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from streamfx.ir.ranges import SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_HALF
+from streamfx.ir.ranges import INFINITY, SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_HALF
 
 LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
+
+# by whether finite numbers hide, and by whether they are float16: the least that is seen, and the most that hides
+_LIMITS = {
+    (True, False): (SWAMPED_BY, SWAMPS),
+    (True, True): (SEEN_HALF, SWAMPS_HALF),
+    (False, False): (torch.finfo(torch.float64).min, -INFINITY),
+    (False, True): (torch.finfo(torch.float16).min, -INFINITY),
+}
 
 
 class Kind(Enum):
@@ -39,9 +47,12 @@ class Piece:
         return self.rows[1] - self.rows[0]
 
 
-def pieces_of(mask: Tensor, batch: int) -> tuple[Piece, ...]:
-    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1."""
-    found = [tuple(_pieces(rows)) for rows in _intervals(mask)]
+def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True) -> tuple[Piece, ...]:
+    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1.
+
+    Minus infinity hides; huge negative numbers do only beside scores that are known to be small (`finite_hides`).
+    """
+    found = [tuple(_pieces(rows)) for rows in _intervals(mask, finite_hides)]
     if len(found) == 1:
         return tuple(replace(piece, batch=(0, batch)) for piece in found[0])
     together: list[Piece] = []
@@ -60,16 +71,16 @@ class _Row:
     solid: bool
 
 
-def _intervals(mask: Tensor) -> list[list[_Row]]:
+def _intervals(mask: Tensor, finite_hides: bool) -> list[list[_Row]]:
     """For each sequence its rows. A row that sees nothing is left to the kernel, with all keys."""
-    half = mask.dtype == torch.float16
-    hidden = mask <= (SWAMPS_HALF if half else SWAMPS)
+    least, most = _LIMITS[finite_hides, mask.dtype == torch.float16]
+    hidden = mask <= most
     plain = ((mask == 0) | hidden).all(-1)
     seen = ~hidden
     count = seen.sum(-1)
     first = seen.byte().argmax(-1)
     stop = mask.shape[-1] - seen.flip(-1).byte().argmax(-1)
-    some = (mask >= (SEEN_HALF if half else SWAMPED_BY)).any(-1)  # else what is hidden may count beside what is seen
+    some = (mask >= least).any(-1)  # else what is hidden may count beside what is seen
     first, stop = first * some, torch.where(some, stop, mask.shape[-1])
     table = torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1)
     return [[_Row(first, stop, bool(solid)) for first, stop, solid in rows] for rows in table.tolist()]
