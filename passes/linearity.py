@@ -69,7 +69,7 @@ def carries(dtype: torch.dtype, driver: torch.dtype, gradient: torch.dtype) -> b
     number one is not scaled), and to have the driver's digits, or the gradient's, or all but those that bfloat16 lacks of
     float32's.
     """
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point and driver.is_floating_point and gradient.is_floating_point):
         return False
     try:
         own, wide = torch.finfo(dtype), torch.finfo(torch.float32)

@@ -182,6 +182,7 @@ def test_types_that_carry() -> None:
 
     double, single, half = torch.float64, torch.float32, torch.bfloat16
     assert found(double, double) == {double}
+    assert found(double, torch.int32) == found(torch.int32, double) == set()
     assert found(double, single) == found(single, double) == {double, single}
     assert found(single, single) == found(half, single) == {double, single, half}
     assert found(double, half) == found(single, half) == found(half, half) == {double, single, half}
