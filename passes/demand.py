@@ -31,6 +31,7 @@ NARROW = 4096  # elements per row up to which positions, rotary tables and label
 CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
 JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
+COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 
@@ -234,6 +235,9 @@ class _Analysis:
             if any(self.forms[operand][0] not in (Form.SCALAR, Form.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
+        if any(letter in signature.placed and not self._is_alone(node, letter) for letter in letters):
+            self.reasons[node] = COUNTS_ROWS.format(target=node.target)
+            return outside
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
         if self._must_be_whole(node, signature, roles, made):
@@ -323,8 +327,12 @@ class _Analysis:
     def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
         """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
         is_backward = node not in self.joint.forward
-        is_alone = len(letters) == 1 and len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
-        return is_alone and (letter in signature.single or signature.scans.get(letter) == is_backward)
+        moves = letter in signature.single or signature.scans.get(letter) == is_backward
+        return len(letters) == 1 and self._is_alone(node, letter) and moves
+
+    def _is_alone(self, node: fx.Node, letter: Letter) -> bool:
+        """Whether a dimension is the sequence and nothing else, so that an index along it is the number of a row."""
+        return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
 
     def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
         """Whether both sides are rows of an axis of their own; with keys beside them, the very same rows: no pair is stored."""

@@ -32,9 +32,9 @@ def producer_of(node: fx.Node) -> fx.Node:
     return node_argument(node) if node.target is operator.getitem or node.target is part_of else node
 
 
-def operand_needs(node: fx.Node, layout: Layout) -> list[Need]:
+def operand_needs(node: fx.Node, layout: Layout) -> tuple[Need, ...]:
     """What a value made in a loop needs; a `getitem` needs nothing but its operator."""
-    return list(layout.needs(producer_of(node)))
+    return layout.needs(producer_of(node))
 
 
 class Handover:

@@ -36,12 +36,17 @@ def _whole(key: LetterShape) -> frozenset[Letter]:
     return WHOLE if key is KEY else WHOLE - {H, G}
 
 
+def _placed(call: Call) -> frozenset[Letter]:
+    """The causal flag compares the numbers of rows and keys."""
+    return frozenset({M, N}) if call.arguments()["is_causal"] else frozenset()
+
+
 @rule(ATTENTION)
 def attention(call: Call) -> Signature:
     """(q, k, v, mask?) to (out, log-sum-exp)."""
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
-    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=_whole(key), keys=frozenset({N}))
+    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=_whole(key), keys=frozenset({N}), placed=_placed(call))
 
 
 @rule(ATTENTION_BACKWARD)
@@ -54,4 +59,5 @@ def attention_backward(call: Call) -> Signature:
         (QUERY, key, value),
         whole=_whole(key),
         keys=frozenset({N}),
+        placed=_placed(call),
     )

@@ -42,4 +42,4 @@ def positions(call: Call) -> Signature:
 def triangle(call: Call) -> Signature:
     """Elements are kept by their position, which the rewriter shifts along with the rows."""
     letters = tuple((i,) for i in range(len(call.shape)))
-    return Signature((letters,), (letters,))
+    return Signature((letters,), (letters,), placed=frozenset(range(len(letters))[-2:]))

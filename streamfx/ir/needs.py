@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -35,11 +35,15 @@ class Need:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes, roles and spans together: answers where the rows of a value are and how many a chunk has."""
+    """Axes, roles and spans together: answers where the rows of a value are and how many a chunk has.
+
+    The graph and its facts stay as they are while a layout is asked, so that an answer is worked out once.
+    """
 
     axes: AxisFacts
     demand: DemandFacts
     causality: CausalityFacts
+    _needs: dict[tuple[fx.Node, Span | None], tuple[Need, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> Rows:
         sequence = self.axes.sequence
@@ -73,20 +77,21 @@ class Layout:
         """Whether a value with rows and keys follows from positions alone, so that each user can have its own keys."""
         return self.demand.form(node) is Form.PAIR and node in self.axes.static
 
-    def needs(self, node: fx.Node, asked: Span | None = None) -> Iterator[Need]:
+    def needs(self, node: fx.Node, asked: Span | None = None) -> tuple[Need, ...]:
         """The needs of an operator that runs inside a loop, one per tensor operand."""
+        known = self._needs.get((node, asked))
+        if known is None:
+            known = self._needs[node, asked] = tuple(self._found_needs(node, asked))
+        return known
+
+    def _found_needs(self, node: fx.Node, asked: Span | None) -> Iterator[Need]:
         signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
         for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
             where: list[tuple[Placement, Role, Selector]] = []
             for position in self.axes.sequence_dims(self.axes.shapes[operand]):
                 letter = next(letter for letter in letters[position] if letter in roles)
-                where.append(
-                    (
-                        self.placement(operand, position),
-                        roles[letter],
-                        self._selector(node, letter, roles[letter], asked),
-                    )
-                )
+                selector = self._selector(node, letter, roles[letter], asked)
+                where.append((self.placement(operand, position), roles[letter], selector))
             yield Need(operand, tuple(where))
 
     def _selector(self, node: fx.Node, letter: int, role: Role, asked: Span | None) -> Selector:

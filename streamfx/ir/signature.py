@@ -32,6 +32,7 @@ class Signature:
     `single` maps a letter to the number of the one row that is taken from it, or put into it among zeros.
     `blocks` maps a letter to another one that it cuts into blocks, each of its rows being one: [(c l)] to [c l].
     `keys` marks the letters that run over keys where an attention operator knows it.
+    `placed` marks the letters along which an operator counts: what it does with a row depends on the row's number.
     `combine` says how the parts of a contracted letter are put together.
     """
 
@@ -39,6 +40,7 @@ class Signature:
     results: tuple[LetterShape, ...]
     whole: frozenset[Letter] = frozenset()
     keys: frozenset[Letter] = frozenset()
+    placed: frozenset[Letter] = frozenset()
     atoms: Mapping[Letter, Dim] = field(default_factory=dict)
     shifts: Mapping[Letter, tuple[Letter, int]] = field(default_factory=dict)
     reach: Mapping[Letter, int] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Signature:
         """Whether the operator does anything with a letter beside running along it."""
         moved = {letter for item in self.shifts.items() for letter in (item[0], item[1][0])}
         cut = {letter for item in self.blocks.items() for letter in item}
-        return letter in self.whole | self.keys | moved | cut | set(self.scans) | set(self.single) | set(self.reach)
+        return letter in self.whole | self.keys | self.placed | moved | cut | set(self.scans) | set(self.single) | set(self.reach)
 
     def contracted(self, result: int = 0) -> set[Letter]:
         """Letters of the operands that result number `result` does not have."""

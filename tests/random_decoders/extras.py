@@ -71,6 +71,33 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "term = ((s - s.amax(-1, keepdim=True)).softmax(-1) @ x).square().mean()",
     ),
 }
+# operators that count rows, where the number of a row is not its place in the sequence
+PLACES: dict[str, tuple[str, ...]] = {
+    "triangle of merged rows": ("term = x.flatten(0, 1).triu(-t).square().square().mean()",),
+    "triangle of rows and heads": ("term = x.view(b, t * 2, -1).triu(-4).square().square().mean()",),
+    "triangle of joined time": ("term = x.transpose(0, 1).flatten(0, 1).tril(-2).square().square().mean()",),
+    "causal over merged rows": (
+        "z = x.flatten(0, 1)[None, None]",
+        "term = F.scaled_dot_product_attention(z, z, z, is_causal=True).square().square().mean()",
+    ),
+    "causal over joined time": (
+        "z = x.transpose(0, 1).flatten(0, 1)[None, None]",
+        "term = F.scaled_dot_product_attention(z, z, z, is_causal=True).square().square().mean()",
+    ),
+    "triangle of sorted rows": (
+        "z = x.flatten(0, 1)",
+        "order = z[:, 0].argsort(stable=True)",
+        "z = z[order]",
+        "z = ((z @ z.T).tril().tanh() @ z)[order.argsort()]",
+        "term = (z * labels.flatten()[:, None]).square().mean()",
+    ),
+    "causal over sorted rows": (
+        "order = labels.flatten().argsort(stable=True)",
+        "z = x.flatten(0, 1)[order][None, None]",
+        "z = F.scaled_dot_product_attention(z, z, z, is_causal=True)[0, 0][order.argsort()]",
+        "term = (z * labels.flatten()[:, None]).square().mean()",
+    ),
+}
 _FUNCTION = """
 class {name}(torch.autograd.Function):
     @staticmethod

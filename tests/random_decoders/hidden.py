@@ -51,7 +51,7 @@ TABLES = {  # what is looked up for each token, from banned [v]
     "index select": "self.banned.index_select(0, labels.reshape(-1)).view(labels.shape)",
     "embedding": "F.embedding(labels, self.banned[:, None]).squeeze(-1)",
     "gather": "self.banned.gather(0, labels.reshape(-1)).view(labels.shape)",
-    "one hot": "(F.one_hot(labels, {v}).to(self.banned.dtype) @ self.banned.clamp(min=-1e35))",
+    "one hot": "((labels[..., None] == torch.arange({v})).to(self.banned.dtype) @ self.banned.clamp(min=-1e35))",
 }
 # an attention sink: what its parameter starts with, less
 SINKS = {"none": 0.0, "behind": 0.0, "front": 0.0, "low": 20.0, "lowest": 40.0, "high": -40.0}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import EXTRAS
+from tests.random_decoders.extras import EXTRAS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -79,6 +79,10 @@ def _operands(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, bend="none", extra=random.choice(names))
 
 
+def _places(decoder: Decoder, random: Random) -> Decoder:
+    return replace(decoder, bend="none", extra=random.choice(list(PLACES)))
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -98,8 +102,9 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "10": _sinks,
     "11": _operands,
     "12": _lengths,
+    "places": _places,
 }
-OFTEN = (*("1", "2", "3", "8", "9", "10", "11") * 3, "4", "5", "6", "12")
+OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places") * 3, "4", "5", "6", "12")
 
 
 def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:

@@ -6,7 +6,7 @@ import re
 
 from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
-from tests.random_decoders.extras import EXTRAS, FUNCTIONS
+from tests.random_decoders.extras import EXTRAS, FUNCTIONS, PLACES
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -178,8 +178,9 @@ def _result(w: Writer) -> str:
     if any("aux + " in line for line in w.lines):
         w.line("loss = loss + 0.1 * aux")
     if decoder.extra != "none":
-        w.line(*EXTRAS[decoder.extra], "loss = loss + term")
-        if "self.shift" in "".join(EXTRAS[decoder.extra]):
+        lines = {**EXTRAS, **PLACES}[decoder.extra]
+        w.line(*lines, "loss = loss + term")
+        if "self.shift" in "".join(lines):
             w.parameter("shift", 1)
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
