@@ -116,8 +116,8 @@ class BodyBuilder(BodyInputs):
         atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
         if atom is None:
             return axes.table.size_of_dim(dim)
-        rows = self.layout.rows(dim)
-        count = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, self.layout.span(node, self.asked))
+        rows, span = self.layout.rows(dim), self.layout.span(node, self.asked)
+        count = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, span, self.length)
         return product(count if a == atom else axes.table.size(a) for a in dim)
 
     def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
@@ -254,7 +254,7 @@ class BodyBuilder(BodyInputs):
         if selector is None:
             count = rows_in_chunk(rows, length)
         elif isinstance(selector, Span):
-            count = rows_in_span(rows, selector)
+            count = rows_in_span(rows, selector, length)
         else:
             count = rows_shifted(selector, rows.length, length)
         shape[placement.dim] = product((placement.outer, count, placement.inner))

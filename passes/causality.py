@@ -182,9 +182,9 @@ def _fused_support(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]
 
 
 def _is_exact(node: fx.Node, masks: Masks, span: Span) -> bool:
-    """Whether the fused operator's mask hides exactly what lies outside of the span and nothing else."""
+    """Whether the fused operator's mask hides exactly what lies outside of the span and nothing else: kernels count keys."""
     bias = masks.fused_bias(node)
-    if bias is None:
+    if bias is None or masks.counted(node) is None:
         return False
     hidden = masks.hidden_test(node, bias)
     is_plain = all(hidden(fact) or fact == constant(0) for fact in bias.facts)

@@ -76,7 +76,8 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
         if roles.get(letter) is Role.ROWS:
             return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
         if roles.get(letter) is Role.KEYS:
-            return first_in_span(builder.layout.rows(axes.letters[node][letter]), builder.layout.span(node, builder.asked))
+            span = builder.layout.span(node, builder.asked)
+            return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
     return 0
 
 
@@ -307,4 +308,4 @@ def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
     rows = layout.rows(dim)
     if layout.demand.roles[node][letter] is Role.ROWS:
         return first_in_chunk(rows, builder.length) + rows.offset
-    return first_in_span(rows, layout.span(node)) + rows.offset
+    return first_in_span(rows, layout.span(node), builder.length) + rows.offset

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.ir.axes import Atom
 from streamfx.ir.facts import AxisFacts, DemandFacts, Role
 from streamfx.ir.joint import (
     JointGraph,
@@ -100,12 +101,19 @@ class Masks:
 
     def _apart(self, node: fx.Node) -> int | None:
         """How far a fused attention's key number i stands from its query number i: what `is_causal` compares are numbers."""
-        sequence, letters = self._axes.sequence, self._axes.letters[node]
-        atoms = [self._axes.sequence_atom(letters[letter]) for letter in (N, M)]
-        if sequence is None or None in atoms:
+        sequence, atoms = self._axes.sequence, self.counted(node)
+        if sequence is None or atoms is None:
             return None
-        key, query = (sequence.members[atom][0] for atom in atoms if atom is not None)
+        key, query = (sequence.members[atom][0] for atom in atoms)
         return key - query if isinstance(key - query, int) else None
+
+    def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
+        """The axes of a fused attention's keys and queries, if an index along them is the number of a row of the sequence."""
+        sequence, letters = self._axes.sequence, self._axes.letters[node]
+        dims = [self._axes.table.resolve(letters[letter]) for letter in (N, M)]
+        if sequence is None or any(len(dim) != 1 or dim[0] not in sequence.members or dim[0] in sequence.blocks for dim in dims):
+            return None
+        return dims[0][0], dims[1][0]
 
     # -- values with rows and keys
 

@@ -42,6 +42,65 @@ def test_the_sequence_is_a_part_of_the_number(merged: str, counts: str) -> None:
     assert any("counts rows along a dimension" in reason for reason in facts.reasons())
 
 
+def test_a_triangle_of_blocks() -> None:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed[0, 0].unflatten(0, (-1, 3)).sum(1).tril().square().square().sum()
+
+    compare_function(function, qkv(), (3, 6), tolerance=1e-12)
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "keys": lambda q, k, mask: F.scaled_dot_product_attention(q, twice(k), twice(k), mask.repeat_interleave(2, 1)),
+    "queries": lambda q, k, mask: F.scaled_dot_product_attention(twice(q), k, k, mask.repeat_interleave(2, 0)),
+    "both": lambda q, k, mask: F.scaled_dot_product_attention(
+        twice(q), twice(k), twice(k), mask.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    ),
+}
+
+
+def twice(x: Tensor) -> Tensor:
+    """[b h t d] to [b h (t 2) d]: two rows side by side."""
+    return torch.stack((x, x / 2), 3).flatten(2, 3)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_rows_side_by_side_is_kept(name: str) -> None:
+    """It hides exactly what lies outside of the span, and yet no kernel may count keys instead."""
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return MASKS[name](mixed, k, torch.arange(T) <= torch.arange(T)[:, None]).square().sum()
+
+    facts = compare_function(function, qkv(), (4, 1, 2), tolerance=1e-12)
+    assert not facts.reasons()
+
+
+SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind the end": lambda x: F.pad(x[:, :, 2:], (0, 0, 0, 2)),
+    "behind the end, by one pad": lambda x: F.pad(x, (0, 0, -2, 2)),
+    "before the start": lambda x: F.pad(x[:, :, :-2], (0, 0, 2, 0)),
+    "further rows at the end": lambda x: torch.cat((x, x[:, :, -3:]), 2),
+    "further rows in front": lambda x: torch.cat((x[:, :, :3], x), 2),
+    "halves swapped": lambda x: torch.cat((x[:, :, T // 2 :], x[:, :, : T // 2]), 2),
+}
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_rows_outside_of_the_sequence_see_what_lies_there(name: str, window: int | None) -> None:
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        x = SHIFTED[name](F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        delta = torch.arange(x.shape[2]) - torch.arange(x.shape[2])[:, None]
+        seen = (delta <= 0) & (delta > -(window or x.shape[2]))
+        return F.scaled_dot_product_attention(x, x.sin(), x, attn_mask=seen).square().sum()
+
+    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+
+
 @pytest.mark.parametrize("counts", ["causal flag", "triangle of scores"])
 def test_rows_in_another_order(counts: str) -> None:
     """An order that is undone in the end matters to what counts rows in between."""

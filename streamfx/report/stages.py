@@ -12,7 +12,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lines import source_line
 from streamfx.ir.stage import Stage
-from streamfx.report.flops import is_fused_attention
+from streamfx.report.flops import flops_of_graph, is_fused_attention
 from streamfx.report.memory import LoopCost, bytes_like
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.runtime.loop import Loop
@@ -51,8 +51,13 @@ def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> li
 
 
 def computes(facts: Facts) -> bool:
-    """Whether a graph does more than make positions, masks and tables: a break in the code may leave those by themselves."""
-    return facts.axes is None or not facts.axes.static.issuperset(facts.joint.nodes)
+    """Whether a graph does more than make positions, masks and tables: a break in the code may leave those by themselves.
+
+    A table of the model's that is looked up by positions has neither a product nor a gradient.
+    """
+    if facts.axes is None or not (facts.joint.tangents or flops_of_graph(facts.joint.graph)):
+        return facts.axes is None
+    return not facts.axes.static.issuperset(facts.joint.nodes)
 
 
 def _whole_graph(facts: Facts, graph: int) -> StageReport:

@@ -138,7 +138,7 @@ class Loop(nn.Module):
         start, stop = env["start"], env["stop"]
         offset, rows = self.size(placement.rows.offset, env), self.size(placement.rows.length, env)
         if isinstance(selector, Span):
-            return span_bounds(start, stop, selector.low, selector.high, offset, rows)
+            return span_bounds(start, stop, length, selector.low, selector.high, offset, rows)
         if selector is None:
             return member_bounds(start, stop, length, offset, rows, placement.rows.block)
         other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)

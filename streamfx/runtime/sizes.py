@@ -23,7 +23,7 @@ class member_start(sympy.Function):
 
 
 class span_count(sympy.Function):
-    """span_count(start, stop, low, high, offset, rows): how many rows a span has; infinite bounds are unbounded."""
+    """span_count(start, stop, length, low, high, offset, rows): how many rows a span has; infinite bounds are unbounded."""
 
 
 class span_start(sympy.Function):
@@ -54,10 +54,13 @@ def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, bl
     return first, max(last - first, 0)
 
 
-def span_bounds(start: int, stop: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
-    """First row and number of rows of the span [start + low, stop + high) in a member axis."""
-    first = 0 if low is None else min(max(start + low - offset, 0), rows)
-    last = rows if high is None else min(max(stop + high - offset, 0), rows)
+def span_bounds(start: int, stop: int, length: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
+    """First row and number of rows of the span [start + low, stop + high) in a member axis.
+
+    The first chunk has the rows that lie before the sequence, too, and the last those behind it: they see as far from there.
+    """
+    first = 0 if low is None or start == 0 else min(max(start + low - offset, 0), rows)
+    last = rows if high is None or stop == length else min(max(stop + high - offset, 0), rows)
     return first, max(last - first, 0)
 
 
@@ -113,13 +116,13 @@ def _shift(shifted: Shifted, own: Size) -> tuple[Any, ...]:
     return shifted.rows.offset, shifted.rows.length, shifted.by, own, *window
 
 
-def rows_in_span(rows: Rows, span: Span) -> Size:
+def rows_in_span(rows: Rows, span: Span, length: Size) -> Size:
     """The number of rows of a span, as an expression."""
-    return span_count(START, STOP, *_bounds(span), rows.offset, rows.length)
+    return span_count(START, STOP, length, *_bounds(span), rows.offset, rows.length)
 
 
-def first_in_span(rows: Rows, span: Span) -> Size:
-    return span_start(START, STOP, *_bounds(span), rows.offset, rows.length)
+def first_in_span(rows: Rows, span: Span, length: Size) -> Size:
+    return span_start(START, STOP, length, *_bounds(span), rows.offset, rows.length)
 
 
 def _bounds(span: Span) -> tuple[Any, Any]:

@@ -23,9 +23,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "counted in int8": (
         "c = (labels * 60).to(torch.int8).sum(1, dtype=torch.int8)",
-        "term = (x.mean((1, 2)) * c).square().mean()",
+        "term = (x[..., 0].mean(1) * c).square().mean()",
     ),
-    "counted from uint8": ("c = (labels + 250).to(torch.uint8).sum(1)", "term = (x.mean((1, 2)) * c).square().mean()"),
+    "counted from uint8": ("c = (labels + 250).to(torch.uint8).sum(1)", "term = (x[..., 0].mean(1) * c).square().mean()"),
     "running in int8": (
         "c = (labels * 60).to(torch.int8).cumsum(1, dtype=torch.int8)",
         "term = (x * c[..., None]).square().mean()",
@@ -33,7 +33,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "running from int8": ("c = (labels * 60).to(torch.int8).cumsum(1)", "term = (x * c[..., None]).square().mean() * 1e-3"),
     "product of rows": (
         "c = (labels % 2 + 1).to(torch.uint8).prod(1, dtype=torch.uint8)",
-        "term = (x.mean((1, 2)) * c).square().mean()",
+        "term = (x[..., 0].mean(1) * c).square().mean()",
     ),
     "scattered": ("z = x.masked_scatter((labels == 1)[..., None].expand_as(x), x.detach() * 2)", "term = (z * x).mean()"),
     "scattered by integers": (
@@ -83,6 +83,24 @@ PLACES: dict[str, tuple[str, ...]] = {
     "causal over joined time": (
         "z = x.transpose(0, 1).flatten(0, 1)[None, None]",
         "term = F.scaled_dot_product_attention(z, z, z, is_causal=True).square().square().mean()",
+    ),
+    "rows behind the end": (
+        "z = F.pad(x[:, 2:], (0, 0, 0, 2))[:, None]",
+        "term = F.scaled_dot_product_attention(z, z.sin(), z, is_causal=True).square().square().mean()",
+    ),
+    "rows swapped": (
+        "z = torch.cat((x[:, t // 2 :], x[:, : t // 2]), 1)",
+        "s = (z @ z.sin().transpose(1, 2)).masked_fill(at > at[:, None], -torch.inf)",
+        "term = (s.softmax(-1) @ z).square().square().mean()",
+    ),
+    "further rows": (
+        "z = torch.cat((x[:, :1], x, x[:, -2:]), 1)[:, None]",
+        "term = F.scaled_dot_product_attention(z, z.sin(), z, is_causal=True).square().square().mean()",
+    ),
+    "causal over rows side by side": (
+        "z = torch.stack((x, x / 2), 2).flatten(1, 2)[:, None]",
+        "seen = (at <= at[:, None]).repeat_interleave(2, 1)",
+        "term = F.scaled_dot_product_attention(x[:, None], z, z, attn_mask=seen).square().square().mean()",
     ),
     "triangle of sorted rows": (
         "z = x.flatten(0, 1)",
