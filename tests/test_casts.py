@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from streamfx.passes.row_numbers import repeats
 from tests.support.masks import qkv
 from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
+from tests.support.spread import spread
 from tests.support.tracing import compare_function
 from tests.test_experts import checked
 
@@ -33,9 +35,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [9, 300])
-@pytest.mark.parametrize("first", STEPS)
-@pytest.mark.parametrize("second", STEPS)
+@pytest.mark.parametrize(("first", "second", "rows"), spread(product(STEPS, STEPS, (9, 300)), 3))
 def test_row_numbers_are_what_they_are_taken_for(first: str, second: str, rows: int) -> None:
     numbers, claimed = _claimed(lambda x: STEPS[second](STEPS[first](torch.arange(rows))).long() + x, rows)
     for count, times in claimed.items():

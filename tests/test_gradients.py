@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
+from tests.support.spread import spread
 
 LENGTH = 13  # prime, and unlike every other size
 CHUNKS = (1, 16)  # besides 7; 16 holds the whole sequence
@@ -46,7 +47,7 @@ def layout_cases() -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "attention", "layout"), layout_cases())
+@pytest.mark.parametrize(("name", "attention", "layout"), spread(layout_cases(), 2))
 def test_layouts(name: str, attention: str, layout: str) -> None:
     compare(
         hf.made(name, attention),
@@ -81,10 +82,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("batch", "length"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_lengths(attention: str, batch: int, length: int) -> None:
+@pytest.mark.parametrize(("attention", "size"), spread(product(("sdpa", "eager"), SIZES), 3))
+def test_lengths(attention: str, size: str) -> None:
     """Two tokens leave one label, an axis of size one: the loss then runs whole."""
+    batch, length = SIZES[size]
     batched = batch_of("plain", batch, length)
     compare(hf.made("llama", attention), batched, also=(1, 16), attention={"causal"}, streams=length > 2 or None)
 
@@ -105,9 +106,9 @@ SQUARE = {
 }
 
 
-@pytest.mark.parametrize(("batch", "length"), SQUARE.values(), ids=SQUARE)
-@pytest.mark.parametrize("name", ["plain", "triangle", "einsum"])
-def test_lengths_of_handwritten_decoders(name: str, batch: int, length: int) -> None:
+@pytest.mark.parametrize(("size", "name"), spread(product(SQUARE, ("plain", "triangle", "einsum")), 4))
+def test_lengths_of_handwritten_decoders(size: str, name: str) -> None:
+    batch, length = SQUARE[size]
     compare(
         decoders.made(decoders.CAUSAL[name]),
         handwritten_batch(batch, length),

@@ -26,7 +26,7 @@ ROWS = 61  # prime, so that a dimension of a multiple of it ranges over the rows
 SPREAD = ("bloom", "diffllama", "falcon", "gemma2", "gpt_oss", "granite_swa", "lfm2", "mixtral", "mpt", "opt")
 
 
-SLOW = ("diffllama", "falcon", "gemma2")
+SLOW = ("bloom", "diffllama", "falcon", "gemma2")
 
 
 def streams_all(row: dict[str, Any]) -> bool:

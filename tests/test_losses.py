@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
+from tests.support.spread import spread
 
 LENGTH = 13
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
@@ -226,14 +227,20 @@ def batch(batch: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
     return {"ids": layouts.tokens(decoders.VOCABULARY, batch, length), "labels": labels}
 
 
+LIKE_OTHER_SIZES = [
+    (rows, length, name)
+    for rows, length in ((7, 7), (2, decoders.WIDTH), (2, decoders.VOCABULARY))
+    for name in ("label_smoothing", "mean_of_row_means", "classes_second", "in_logsumexp")
+][::-1]
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     compare(decoders.made(lambda: WithLoss(LOSSES[name])), batch(), chunk_size=5, also=(1, 16), attention={"causal"})
 
 
-@pytest.mark.parametrize("name", ["label_smoothing", "mean_of_row_means", "classes_second", "in_logsumexp"])
-@pytest.mark.parametrize(("rows", "length"), [(7, 7), (2, decoders.WIDTH), (2, decoders.VOCABULARY)])
-def test_losses_at_lengths_like_other_sizes(name: str, rows: int, length: int) -> None:
+@pytest.mark.parametrize(("rows", "length", "name"), spread(LIKE_OTHER_SIZES, 3))
+def test_losses_at_lengths_like_other_sizes(rows: int, length: int, name: str) -> None:
     compare(decoders.made(lambda: WithLoss(LOSSES[name])), batch(rows, length), chunk_size=5, also=(1,), attention={"causal"})
 
 

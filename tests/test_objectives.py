@@ -13,6 +13,7 @@ from streamfx import explain
 from tests.support.exactness import assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import ROWS, VOCABULARY
+from tests.support.spread import spread
 from tests.test_live_bytes import Shapes
 
 TOLERANCE = 1e-12
@@ -39,7 +40,7 @@ def check(step: Step, chunk_size: int = 5) -> None:
     assert not of_all_rows(shapes.made), "made in one piece"
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", spread(OBJECTIVES, 2))
 def test_inside_of_the_compiled_function(name: str) -> None:
     check(Step(OBJECTIVES[name]))
 
