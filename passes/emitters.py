@@ -10,7 +10,7 @@ from torch import fx
 from streamfx.ir.facts import Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
-from streamfx.ir.program import CHUNK, START, STOP, Same, Shifted
+from streamfx.ir.program import CHUNK, Same, Shifted
 from streamfx.ir.recurrence import Plan
 from streamfx.ir.sizes import product, size_of
 from streamfx.passes.adders import arranged
@@ -175,7 +175,9 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (rows,) = builder.operands(node)
     dtype = node.meta["val"].dtype
     what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
-    before = builder.number(builder.length - STOP if reverse else START)
+    own = builder.layout.rows(builder.layout.axes.letters[node][dim])  # may have no row in the first chunks, or in the last
+    first = first_in_chunk(own, builder.length)
+    before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
     chunk = builder.number(CHUNK)
     known = builder.outer_states(node)
     if builder.reverse == reverse:

@@ -101,6 +101,46 @@ def test_rows_outside_of_the_sequence_see_what_lies_there(name: str, window: int
     compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
 
 
+CROPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "in front": lambda x: x[:, :, 5:],
+    "behind": lambda x: x[:, :, :-5],
+    "both": lambda x: x[:, :, 2:-2],
+}
+
+
+@pytest.mark.parametrize("cropped", CROPPED)
+@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
+def test_a_scan_begins_where_its_rows_begin(scan: Callable[[Tensor, int], Tensor], cropped: str) -> None:
+    """Zero, which a carry holds before its first row, is nothing to add, but not nothing to multiply by."""
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        x = CROPPED[cropped](F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        forwards, backwards = scan(x + 2, 2), scan((x + 2).flip(2), 2).flip(2)
+        return forwards.sin().sum() + backwards.cos().sum()
+
+    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("missing", [1, 2, 5])
+@pytest.mark.parametrize("side", ["keys", "queries"])
+def test_queries_in_front_of_the_first_key(side: str, missing: int) -> None:
+    """They see nothing."""
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(part) for part in inputs.unbind())
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if side == "keys":
+            seen = torch.arange(missing, T) <= torch.arange(T)[:, None]
+            mixed = F.scaled_dot_product_attention(x, k[:, :, missing:], v[:, :, missing:], attn_mask=seen)
+        else:
+            seen = torch.arange(T) <= torch.arange(-missing, T)[:, None]
+            mixed = F.scaled_dot_product_attention(F.pad(x, (0, 0, missing, 0)), k, v, attn_mask=seen)
+        return mixed.square().sum()
+
+    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+
+
 @pytest.mark.parametrize("counts", ["causal flag", "triangle of scores"])
 def test_rows_in_another_order(counts: str) -> None:
     """An order that is undone in the end matters to what counts rows in between."""

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import LONGEST, Range, are_assumed, constant, everything, in_type
+from streamfx.ir.ranges import LONGEST, Range, are_assumed, constant, everything, hull, in_type
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -28,6 +28,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 # What these say of a result is not in its numbers.
 WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
 CONDITIONS = frozenset({"condition", "mask"})  # arguments that are no operands of the arithmetic
+HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that say which numbers are taken, and how much of each
 
 
@@ -185,9 +186,18 @@ def _elementwise(node: fx.Node, row: Row, arguments: dict[str, Any], reader: Rea
     folded = _folded(node, row, known) if all(item.constant is not None for item in known.values()) else None
     if folded is not None:
         return folded
-    converted = {name: item if name in CONDITIONS else in_type(item, dtype) for name, item in known.items()}
+    converted = {name: item if name in CONDITIONS else _as_computed(item, arguments[name], dtype) for name, item in known.items()}
     more = {"call": Call(node, reader, arguments)} if row.takes_call else {}
     return row.function(**{**arguments, **converted, **more})
+
+
+def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
+    """What an operand is in the type that is computed in. Beside half types a number may be kept in single precision: 1e-8 is not
+    zero there, and 1e5 not infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
+    """
+    held = in_type(known, dtype)
+    is_number = not is_tensor(argument) or not argument.meta["val"].dim()
+    return hull(held, in_type(known, torch.float32)) if is_number and dtype in HALF_TYPES else held
 
 
 def _is_numeric(item: Any) -> bool:

@@ -138,7 +138,7 @@ def _seen(
     kind = Kind.MIXED
     if dense is None and not bounded:
         kind = Kind.FULL
-    elif dense is None and window == (None, 0) and first is not None and keys - first == rows:
+    elif dense is None and window == (None, 0) and first is not None and first >= 0 and keys - first == rows:
         kind = Kind.CAUSAL
     return (Piece(kind, (0, rows), (0, keys), (0, batch)),), lambda: _with_window(query, key, dense, first, window)
 
