@@ -24,7 +24,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "10": (0, 1),
     "11": (1, 3, 4),
     "12": (0,),
-    "places": (1, 8, 12),
+    "places": (3, 8, 13),
 }
 
 

@@ -102,6 +102,13 @@ PLACES: dict[str, tuple[str, ...]] = {
         "seen = (at <= at[:, None]).repeat_interleave(2, 1)",
         "term = F.scaled_dot_product_attention(x[:, None], z, z, attn_mask=seen).square().square().mean()",
     ),
+    "product of later rows": ("term = (1 + torch.tanh(x[:, t // 2 :]) / 9).cumprod(1).square().square().mean()",),
+    "sum of exponentials of later rows": ("term = x[:, t // 2 :].logcumsumexp(1).square().square().mean()",),
+    "keys that begin later": (
+        "z, k = x[:, None], x[:, None, t // 2 :]",
+        "seen = at[t // 2 :] <= at[:, None]",
+        "term = F.scaled_dot_product_attention(z, k.sin(), k, attn_mask=seen).square().square().mean()",
+    ),
     "triangle of sorted rows": (
         "z = x.flatten(0, 1)",
         "order = z[:, 0].argsort(stable=True)",
