@@ -24,6 +24,7 @@ from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_ope
 from streamfx.ir.pieces import Fact, Pieces
 from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature
+from streamfx.passes.fused_scores import finite_hides
 from streamfx.passes.handover import producer_of
 from streamfx.passes.masks import Masks
 
@@ -63,7 +64,7 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> Causality
             signature = axes.signatures[node]
             if signature.keys and _is_exact(node, masks, span):
                 exact.add(node)
-            if signature.keys and masks.finite_hides(node):
+            if signature.keys and finite_hides(node, masks.values):
                 ordinary.add(node)
     return CausalityFacts(spans, verdicts, frozenset(exact), frozenset(ordinary))
 

@@ -22,27 +22,25 @@ from streamfx.ir.joint import (
 )
 from streamfx.ir.pieces import Fact, Pieces, Slope, combined, compare_slope, everywhere, hull_of
 from streamfx.ir.ranges import (
-    ACTIVATION_HALF,
     INFINITY,
     SWAMPED_BY,
     SWAMPED_BY_HALF,
     SWAMPS,
     SWAMPS_HALF,
-    TAME,
     Range,
     constant,
     everything,
     is_exact_in,
 )
+from streamfx.passes.fused_scores import scores_of
 from streamfx.passes.intervals import COMPARISONS, Intervals, reach_of
 from streamfx.passes.linear import MOVES_ELEMENTS, is_random
 from streamfx.passes.positions import COEFFICIENTS, Positions, combination
 from streamfx.passes.rules.attention import M, N
 from streamfx.passes.rules.registry import broadcast, rule_for
 from streamfx.passes.values import TRANSFERS, Values
-from streamfx.passes.values.arithmetic import plus, times
-from streamfx.passes.values.products import product
-from streamfx.passes.values.transfer import computed_in, longest
+from streamfx.passes.values.arithmetic import plus
+from streamfx.passes.values.transfer import computed_in
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
@@ -60,9 +58,9 @@ class Masks:
         self._axes = axes
         self._demand = demand
         self._pieces: dict[fx.Node, Pieces] = {}
-        self._values = Values(trained_sources(joint))
-        self._positions = Positions(self._values)
-        self._intervals = Intervals(reach_of(axes), self._values.of)
+        self.values = Values(trained_sources(joint))
+        self._positions = Positions(self.values)
+        self._intervals = Intervals(reach_of(axes), self.values.of)
         self._patterns: dict[fx.Node, Pieces] = {
             node: pieces for node in joint.sources if (pieces := node.meta.get("streamfx_pattern")) is not None and pieces.cuts
         }
@@ -78,13 +76,13 @@ class Masks:
         self._note_pattern(node)
         if self._is_pair(node):
             self._pieces[node] = self._pieces_of(node)
-            self._values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
+            self.values.note(node, hull_of(self._pieces[node], reach_of(self._axes)))
         elif node.target in (aten.amax.default, aten.logsumexp.default):
             self._note_largest(node)
 
     def of(self, node: fx.Node) -> Pieces:
         """Facts about a value with rows and keys."""
-        return self._pieces.get(node, everywhere(self._values.of(node)))
+        return self._pieces.get(node, everywhere(self.values.of(node)))
 
     def fused_bias(self, node: fx.Node) -> Pieces | None:
         """What a fused attention adds to its scores, the causal flag included."""
@@ -136,7 +134,7 @@ class Masks:
 
     def _anything(self, node: fx.Node) -> Pieces:
         """What is known of all elements, wherever they stand."""
-        return everywhere(self._values.of(node))
+        return everywhere(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
         row = TRANSFERS.get(node.target)
@@ -202,7 +200,7 @@ class Masks:
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._offset_between(operand, keys_last)
         if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
-            return everywhere(self._values.of(operand))
+            return everywhere(self.values.of(operand))
         pattern = self._patterns[operand]
         if not keys_last:  # column - row of the buffer is minus delta
             pattern = Pieces(tuple(1 - cut for cut in reversed(pattern.cuts)), tuple(reversed(pattern.facts)))
@@ -231,7 +229,7 @@ class Masks:
             return self._oriented(operand, user)
         known = self._pieces.get(operand)
         if known is None or (known.cuts and not self._agrees(operand, user)):
-            return everywhere(self._values.of(operand))
+            return everywhere(self.values.of(operand))
         return known
 
     def _agrees(self, operand: fx.Node, user: fx.Node) -> bool:
@@ -275,10 +273,7 @@ class Masks:
 
     def _offsets(self, node: fx.Node) -> int | None:
         """Offset of the keys' axis minus offset of the rows' axis."""
-        roles = self._roles_by_dim(node)
-        offsets = {}
-        for dim, role in roles.items():
-            offsets[role] = self._offset(node, dim)
+        offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
         keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
@@ -293,7 +288,7 @@ class Masks:
 
     def _softmax(self, node: fx.Node) -> Pieces:
         """Zero where the scores are hidden, along rows or keys; elsewhere a share."""
-        scores, share = node_argument(node), self._values.of(node)
+        scores, share = node_argument(node), self.values.of(node)
         role = self._roles_by_dim(node).get(bound_arguments(node)["dim"] % len(shape_of_node(node)))
         if role is None:
             return everywhere(share)
@@ -310,28 +305,13 @@ class Masks:
         first = tensor_operands(node)[0]
         half = first.meta["val"].dtype == torch.float16
         least, most = (SWAMPED_BY_HALF, SWAMPS_HALF) if half else (SWAMPED_BY, SWAMPS)
-        products = self._products(node) if node.target in FUSED else constant(0)
+        products = scores_of(node, self.values) if node.target in FUSED else constant(0)
 
         def score(fact: Fact) -> Range:
             return plus(self._intervals.range(fact), products)
 
         sees_itself = score(scores.at(0)).low >= least and self._has_own_keys(node)
         return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
-
-    def finite_hides(self, node: fx.Node) -> bool:
-        """Whether a fused attention's products are small beside the finite numbers that hide keys."""
-        half = tensor_operands(node)[0].meta["val"].dtype == torch.float16
-        return self._products(node).magnitude <= (ACTIVATION_HALF if half else TAME)
-
-    def _products(self, node: fx.Node) -> Range:
-        """The scores of a fused attention, before their bias. The scale that is not given is less than one."""
-        arguments = bound_arguments(node)
-        query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
-        dtype = query.meta["val"].dtype
-        known = product(dtype, longest(shape_of_node(query)[-1]), self._values.of(query), self._values.of(key))
-        if scale is None:
-            return known
-        return times(known, constant(scale)) if isinstance(scale, (int, float)) else everything(dtype)
 
     def _has_own_keys(self, node: fx.Node) -> bool:
         """Whether an operator has, for each row of the sequence, the key of that row."""
@@ -356,12 +336,12 @@ class Masks:
             and self._has_own_keys(node)
         ):
             own = self._intervals.range(self._operand(source, node).at(0))
-            known = self._values.of(node if is_tensor(node) else source)
+            known = self.values.of(node if is_tensor(node) else source)
             dim = bound_arguments(node)["dim"]
             dims = [dim] if isinstance(dim, int) else list(dim)
             along = [self._operand_roles(source, node)[item] for item in dims]
             if along == [Role.KEYS]:
-                self._values.note(node, Range(max(own.low - 1 - abs(own.low) / 100, known.low), known.high, known.nan))
+                self.values.note(node, Range(max(own.low - 1 - abs(own.low) / 100, known.low), known.high, known.nan))
 
     # -- index vectors
 

@@ -182,6 +182,7 @@ def test_no_length_may_fit() -> None:
     assert longest(lambda length, options: prediction(length, 10**9), 1000, {}) is None
 
 
+@pytest.mark.long
 def test_a_length_that_fits_is_found() -> None:
     report = streamfx.plan(TINY, memory="24MiB", max_length=True, seq=2048, options={"save": "inputs", "keep_every": 1})
     summary = report.summary()
