@@ -235,8 +235,8 @@ class _Analysis:
             if any(self.forms[operand][0] not in (Form.SCALAR, Form.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
-        counted = [letter for letter in letters if letter in signature.placed]
-        if self._has_blocks(node, counted) or not all(self._is_alone(node, letter) for letter in counted):
+        placed = [letter for letter in letters if letter in signature.placed]
+        if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in placed):
             self.reasons[node] = COUNTS_ROWS.format(target=node.target)
             return outside
         roles = self._roles_of(node, signature, letters, orientation)

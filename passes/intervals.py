@@ -92,7 +92,7 @@ class Intervals:
         factor = offset = 0
         for coefficient, item in combined:
             fact = self._fact(item, facts)
-            slope = fact if isinstance(fact, Slope) else _whole(in_type(fact, dtype))
+            slope = fact if isinstance(fact, Slope) else _whole(fact)
             if slope is None or not self.is_held(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
                 return None
             factor, offset = factor + coefficient * slope.factor, offset + coefficient * slope.offset

@@ -107,11 +107,8 @@ class Masks:
 
     def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
         """The axes of a fused attention's keys and queries, if an index along them is the number of a row of the sequence."""
-        sequence, letters = self._axes.sequence, self._axes.letters[node]
-        dims = [self._axes.table.resolve(letters[letter]) for letter in (N, M)]
-        if sequence is None or any(len(dim) != 1 or dim[0] not in sequence.members or dim[0] in sequence.blocks for dim in dims):
-            return None
-        return dims[0][0], dims[1][0]
+        keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
+        return None if keys is None or queries is None else (keys, queries)
 
     # -- values with rows and keys
 
@@ -278,13 +275,8 @@ class Masks:
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _offset(self, node: fx.Node, dim: int) -> Any:
-        sequence = self._axes.sequence
-        atom = self._axes.sequence_atom(self._axes.shapes[node][dim])
-        if sequence is None or atom is None or len(self._axes.table.resolve(self._axes.shapes[node][dim])) != 1:
-            return None
-        if atom in sequence.blocks:
-            return None
-        return sequence.members[atom][0]
+        sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
+        return None if sequence is None or atom is None else sequence.members[atom][0]
 
     def _softmax(self, node: fx.Node) -> Pieces:
         """Zero where the scores are hidden, along rows or keys; elsewhere a share."""

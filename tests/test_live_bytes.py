@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 from streamfx import explain
 from streamfx.backend import streambp
+from tests.support.spread import only
 from tests.zoo.configs import INNER, VOCABULARY
 from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64
 from tests.zoo.runs import known
@@ -111,7 +112,7 @@ def test_nothing_is_made_in_one_piece(name: str) -> None:
     check_shapes(name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in SPREAD[:4]])
+@pytest.mark.parametrize("name", only(set(SPREAD[:4]) - set(SLOW), SPREAD[:4]))
 def test_live_bytes_fall_with_the_chunk_size(name: str) -> None:
     check_falling(name)
 

@@ -48,6 +48,8 @@ HIDDEN: dict[str, Callable[[], Tensor]] = {
     "rounded positions": lambda: (j(torch.bfloat16) + 512) > (i(torch.bfloat16) + 512),
     "rounded distance": lambda: ((columns(T) - rows(T)).to(torch.bfloat16) + 300) > 300,
     "halves that do not underflow beside a number": lambda: ((columns(T) - rows(T)).to(torch.float16) * 1e-8) > 0,
+    "a number beside halves that they would round": lambda: ((columns(T) - rows(T)).to(torch.float16) - 1.0004) >= 0,
+    "a number beside bfloat16 that it would round": lambda: torch.rsub((columns(T) - rows(T)).to(torch.bfloat16), 1.003) <= 0,
     "halves that overflow": lambda: (j(torch.float16) * 20000) > (i(torch.float16) * 20000),
     "a number that wraps": lambda: (j(torch.uint8) - i(torch.uint8)) > torch.tensor([255]).to(torch.uint8),
     "one row, repeated": lambda: columns(T) > torch.arange(1)[:, None].expand(T, 1),

@@ -17,6 +17,7 @@ from streamfx.errors import OverBudget
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import VOCABULARY
+from tests.support.spread import only
 from tests.test_precision import distance
 
 TOLERANCE = 1e-12
@@ -76,7 +77,7 @@ def check(step: Step, batch: dict[str, Tensor], name: str) -> Recorder:
     return backend
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in OBJECTIVES])
+@pytest.mark.parametrize("name", only(QUICK, OBJECTIVES))
 def test_objectives_with_a_frozen_head(name: str) -> None:
     """The head's products are those of eager, which holds the logits: none is made twice."""
     step, batch = frozen(Step(OBJECTIVES[name])), batch_of()

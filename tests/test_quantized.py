@@ -18,6 +18,7 @@ from streamfx.integrations import enable
 from streamfx.passes.rules.packed import packed_product
 from streamfx.passes.rules.registry import NAMED
 from streamfx.report.meter import Meter
+from tests.support.spread import only
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_training
@@ -179,7 +180,7 @@ KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 LONG = {"bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", only(set(KINDS) - LONG, KINDS))
 def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NAMED, "streamfx_tests::packed_linear", packed_product)
     streamfx.register_rule(unpacked, "o k, o l! -> o k")

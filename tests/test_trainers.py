@@ -172,16 +172,14 @@ VARIANTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in VARIANTS])
+@pytest.mark.parametrize("name", only(set(VARIANTS) - LONG, VARIANTS))
 def test_variants_of_trl(name: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     kind, data, arguments = VARIANTS[name]
     assert_same_training(lambda: build(kind, tmp_path, data=data and data(), **arguments))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("sft", marks=pytest.mark.long), "dpo", pytest.param("grpo", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", only(["dpo"], ["sft", "dpo", "grpo"]))
 def test_trl_with_lora(name: str, tmp_path: Path, peft: Any) -> None:
     pytest.importorskip("trl")
     _, done = assert_same_training(lambda: build(name, tmp_path, peft=lora(peft), gradient_checkpointing=True))

@@ -67,6 +67,13 @@ class AxisFacts:
                     return atom
         return None
 
+    def row_axis(self, dim: Dim) -> Atom | None:
+        """The atom of a dimension that is the sequence and nothing else, not in blocks: an index along it is a row's number."""
+        atoms = self.table.resolve(dim)
+        if self.sequence is None or len(atoms) != 1 or atoms[0] not in self.sequence.members or atoms[0] in self.sequence.blocks:
+            return None
+        return atoms[0]
+
     def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
         """The positions of the dimensions that hold the sequence."""
         return tuple(i for i, dim in enumerate(shape) if self.sequence_atom(dim) is not None)

@@ -55,9 +55,10 @@ def computes(facts: Facts) -> bool:
 
     A table of the model's that is looked up by positions has neither a product nor a gradient.
     """
-    if facts.axes is None or not (facts.joint.tangents or flops_of_graph(facts.joint.graph)):
-        return facts.axes is None
-    return not facts.axes.static.issuperset(facts.joint.nodes)
+    if facts.axes is None:
+        return True
+    works = facts.joint.tangents or flops_of_graph(facts.joint.graph)
+    return bool(works) and not facts.axes.static.issuperset(facts.joint.nodes)
 
 
 def _whole_graph(facts: Facts, graph: int) -> StageReport:

@@ -18,13 +18,8 @@ from streamfx.ir.ranges import INFINITY, SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_H
 
 LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
 
-# by whether finite numbers hide, and by whether they are float16: the least that is seen, and the most that hides
-_LIMITS = {
-    (True, False): (SWAMPED_BY, SWAMPS),
-    (True, True): (SEEN_HALF, SWAMPS_HALF),
-    (False, False): (torch.finfo(torch.float64).min, -INFINITY),
-    (False, True): (torch.finfo(torch.float16).min, -INFINITY),
-}
+# The least number that is seen, and the most that hides: where only minus infinity does, in types of float32's range, in float16.
+INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (SWAMPED_BY, SWAMPS), (SEEN_HALF, SWAMPS_HALF)
 
 
 class Kind(Enum):
@@ -73,7 +68,7 @@ class _Row:
 
 def _intervals(mask: Tensor, finite_hides: bool) -> list[list[_Row]]:
     """For each sequence its rows. A row that sees nothing is left to the kernel, with all keys."""
-    least, most = _LIMITS[finite_hides, mask.dtype == torch.float16]
+    least, most = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
     hidden = mask <= most
     plain = ((mask == 0) | hidden).all(-1)
     seen = ~hidden
