@@ -36,7 +36,10 @@ class Called:
         """One step of both."""
         given = self.inputs if inputs is None else inputs
         truth = outcome(self.eager, self.eager, given, self.reduce)
-        found = errors(outcome(self.function, self.own, given, self.reduce), truth)
+        got = outcome(self.function, self.own, given, self.reduce)
+        if not all(bool(item.isfinite().all()) for item in truth.outputs.values()):
+            return {}  # a shorter length may leave a row no key, say: nothing to compare with
+        found = errors(got, truth)
         assert_small(found, self.tolerance, what)
         return found
 

@@ -2,6 +2,7 @@
 
 A row is an expression of the scores {s}; {gate} is a number per key made from activations, {keep} which keys are there, {number}
 what is looked up for each token, {eye} the diagonal. Whatever stands for minus infinity here may meet a fill that is larger.
+What is compared for the largest has no ties between equal tokens: rounding would decide them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ BENT = {
     "gate log": "{s} + torch.log(F.relu({gate}))",
     "gate overflows": "{s} - F.relu({gate}) * 1e308 * 1e10",
     "gate exp": "{s} - torch.exp({gate} * 4000)",
-    "gate top": "{s}.masked_fill({gate} < {gate}.amax(-1, keepdim=True), -torch.inf)",
+    "gate top": "{s}.masked_fill(({gate} + at / 7) < ({gate} + at / 7).amax(-1, keepdim=True), -torch.inf)",
     "scores cut": "torch.where({s} > 0, {s}, -torch.inf)",
-    "scores top": "{s}.masked_fill({s} < {s}.topk(min(2, t), -1).values[..., -1:], -torch.inf)",
+    "scores top": "{s}.masked_fill(({s} + at / 7) < ({s} + at / 7).topk(min(2, t), -1).values[..., -1:], -torch.inf)",
     "table": "{s} + {number}",
     "table times": "{s} * torch.where({number} < 0, 1e36, 1.0)",
     "reciprocal": "{s} + (1 - 1 / {keep}.to({s}.dtype))",

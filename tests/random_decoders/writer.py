@@ -41,9 +41,9 @@ class Writer:
         match kind:
             case "spelled":
                 self.own.append(f"self.{name} = Norm({width})")
-            case "layer":
+            case "layer" if width > 2:  # of two numbers it leaves signs: their gradient is rounding
                 self.own.append(f"self.{name} = nn.LayerNorm({width})")
-            case "rms":
+            case "layer" | "rms":
                 self.own.append(f"self.{name} = nn.RMSNorm({width})")
             case _:
                 return ""
