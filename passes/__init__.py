@@ -11,20 +11,20 @@ from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import copied
 from streamfx.options import Options
-from streamfx.passes import emitters as _emitters  # noqa: F401  (fills the table of emitters)
-from streamfx.passes.axes import Axes
-from streamfx.passes.canonicalize import Canonicalize
-from streamfx.passes.causality import Causality
-from streamfx.passes.demand import Demand
-from streamfx.passes.fit import Fit
-from streamfx.passes.loss_gradient import LossGradient
-from streamfx.passes.lower import Lower
-from streamfx.passes.plan import Plan
-from streamfx.passes.recurrences import Recurrences
-from streamfx.passes.rewrite import Rewrite
-from streamfx.passes.stages import Stages
-from streamfx.passes.visibility import Visibility
-from streamfx.passes.whole import RunsWhole
+from streamfx.passes.analysis.axes import Axes
+from streamfx.passes.analysis.causality import Causality
+from streamfx.passes.analysis.demand import Demand
+from streamfx.passes.canonicalization.canonicalize import Canonicalize
+from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
+from streamfx.passes.codegen.lower import Lower
+from streamfx.passes.codegen.rewrite import Rewrite
+from streamfx.passes.codegen.visibility import Visibility
+from streamfx.passes.operators.whole import RunsWhole
+from streamfx.passes.partition.fit import Fit
+from streamfx.passes.partition.loss_gradient import LossGradient
+from streamfx.passes.partition.plan import Plan
+from streamfx.passes.partition.stages import Stages
+from streamfx.passes.recurrences.detection import Recurrences
 
 
 class Pass(Protocol):
@@ -48,7 +48,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         LossGradient(),  # can the loss stage find its gradient along with the loss?
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
-        Fit(options),  # which plan is the fastest within the memory budget?
+        Fit(options, Rewrite().apply),  # which plan is the fastest within the memory budget?
         Visibility(),  # which masks are looked at once per step?
         Lower(options),  # who runs a loop's body?
     )

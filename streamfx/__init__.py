@@ -15,11 +15,11 @@ from streamfx.errors import (
     StaleOutput,
     StreamFXError,
 )
+from streamfx.inspection.explain import Explanation, explain
+from streamfx.inspection.verify import Verification, verify
 from streamfx.options import Options, configure
 from streamfx.planner.plan import plan
 from streamfx.planner.report import PlanReport
-from streamfx.report.explain import Explanation, explain
-from streamfx.report.verify import Verification, verify
 from streamfx.user_rules import register_rule
 
 __version__ = "0.1.0"

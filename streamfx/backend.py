@@ -12,29 +12,29 @@ from torch import fx
 
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, all_hold, watched_inputs
-from streamfx.deferral import Deferral, defer_outputs
+from streamfx.cost.inductor import uses_inductor
+from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, told
-from streamfx.inductor import blame, uses_inductor
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
+from streamfx.lazy import Deferral, defer_outputs
+from streamfx.lazy.outputs import WithDeferred
+from streamfx.lazy.rebuild import Cut
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.fit import fits_whole
-from streamfx.passes.linear import is_moved_elements
-from streamfx.passes.rules import TAKEN_APART
+from streamfx.passes.operators.rules import TAKEN_APART
+from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.passes.partition.fit import fits_whole
 from streamfx.report.brief import log_brief
-from streamfx.report.memory import bytes_like
 from streamfx.report.products import show_product
 from streamfx.report.reasons import tell_of_whole_graph
 from streamfx.runtime.as_traced import laid_out
+from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
-from streamfx.runtime.outputs import WithDeferred
-from streamfx.runtime.rebuild import Cut
-from streamfx.torch_dynamo import raised_as_itself
 from streamfx.torch_private import (
     aot_autograd,
     asked_gradients,
@@ -49,6 +49,7 @@ from streamfx.torch_private import (
     static_inputs,
     tracing_undone,
 )
+from streamfx.torch_private.dynamo import raised_as_itself
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
@@ -284,7 +285,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Uses:
-    """Compiles what is asked for of deferred outputs (`runtime/in_chunks.py`), with the options that these were made with.
+    """Compiles what is asked for of deferred outputs (`lazy/in_chunks.py`), with the options that these were made with.
 
     But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not.
     """

@@ -52,3 +52,14 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def in_bytes(number: int) -> str:
+    """
+    >>> in_bytes(100), in_bytes(5 * 2**20), in_bytes(3 * 2**30)
+    ('100 bytes', '5.0 MiB', '3.0 GiB')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
-from streamfx.passes.rules.registry import RULES, Call, notation_rule
+from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamfx.passes.rules import RULES
+from streamfx.passes.operators.rules import RULES
 from streamfx.runtime import visible
 from tests.support.goldens import golden
 from tests.support.precision import widen_models

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from streamfx.runtime import in_chunks, steps
-from streamfx.runtime.deferred import DeferredTensor
+from streamfx.lazy import in_chunks, steps
+from streamfx.lazy.deferred import DeferredTensor
 
 VOCABULARY, WIDTH, LENGTH = 1500, 16, 37
 CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 5}

@@ -10,12 +10,12 @@ from torch import nn
 
 import streamfx
 from streamfx.budget import bytes_of, is_budget
+from streamfx.cost.memory import cost_of
+from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudget
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolved
-from streamfx.passes.fit import held_bytes
-from streamfx.report.memory import cost_of
-from streamfx.report.meter import Meter
+from streamfx.passes.partition.fit import held_bytes
 from streamfx.runtime.outer import OuterRunner
 from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.along_sequence import _root_of_sum, _sum_of_paddings
-from streamfx.passes.building import GraphWriter
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.along_sequence import _root_of_sum, _sum_of_paddings
 from tests.support.canonical import INF, NAN, Case, Function, check, graphs, plain, same, scores, special
 
 aten = torch.ops.aten

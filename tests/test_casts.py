@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.row_numbers import repeats
+from streamfx.passes.canonicalization.row_numbers import repeats
 from tests.support.masks import qkv
 from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
 from tests.support.spread import spread

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from streamfx.cost.memory import cost_of
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
-from streamfx.report.memory import cost_of
 from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.hf import LossOf, deep

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from streamfx.backend import Compilation
-from streamfx.deferral import defer_outputs
+from streamfx.lazy import defer_outputs
 from streamfx.options import resolved
 from tests.support.heads import HEADS, Decoder, decoder, some_ids
 

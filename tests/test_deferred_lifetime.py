@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx import StaleOutput
-from streamfx.runtime import rebuild, steps
-from streamfx.runtime.deferred import DeferredTensor
+from streamfx.lazy import rebuild, steps
+from streamfx.lazy.deferred import DeferredTensor
+from streamfx.lazy.rebuild import Source
 from streamfx.runtime.outer import OuterRunner
-from streamfx.runtime.rebuild import Source
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients, own_loss
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, capped_head, decoder, plain_head, some_ids
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from streamfx.backend import streambp
-from streamfx.runtime.deferred import DeferredTensor
+from streamfx.lazy.deferred import DeferredTensor
 from tests.support.deferred import OPTIONS, assert_same, gradients, own_loss
 from tests.support.heads import BATCH, HEADS, LENGTH, Decoder, capped_head, decoder, some_ids, with_views
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import streamfx
 from streamfx import errors
 from streamfx.runtime import segments
-from streamfx.torch_dynamo import raised_as_itself
+from streamfx.torch_private.dynamo import raised_as_itself
 from tests.support.small import Causal, tokens
 
 IDS = tokens(1, 12)

@@ -13,8 +13,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.building import GraphWriter
-from streamfx.passes.everywhere import CannotWriteOut, Lifted, written_out
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.score_functions import CannotWriteOut, Lifted, written_out
 
 aten = torch.ops.aten
 Function = Callable[..., Tensor]  # of a score, four indices, a vector of heads [3], a table [3 9] and documents [2 5]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from streamfx.passes.flex import write_out_flex
+from streamfx.passes.canonicalization.flex import write_out_flex
 from streamfx.runtime.kernels import ATTENTION
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.printer import PRODUCTS, text_of
 from streamfx.options import Options
 from streamfx.passes import pipeline
+from streamfx.report.printer import PRODUCTS, text_of
 from tests.support.goldens import file_name, orphans
 from tests.support.small import EXAMPLES
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.report.meter import Meter
+from streamfx.cost.meter import Meter
 
 VOCABULARY, WIDTH, LENGTH = 20_000, 8, 64
 TABLE = VOCABULARY * WIDTH * 8  # bytes of the embedding

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamfx.cost.memory import cost_of
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.plan import AutoChunk
-from streamfx.passes.fit import held_bytes
-from streamfx.report.memory import cost_of
+from streamfx.passes.partition.fit import held_bytes
 from tests.support.exactness import recorder
 from tests.support.small import Causal, tokens
 
@@ -113,5 +113,5 @@ def test_static_lengths_have_a_plan_each() -> None:
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few rows, as those of long sequences are."""
-    monkeypatch.setattr("streamfx.passes.fit.LEAST_ROWS", 16)
-    monkeypatch.setattr("streamfx.passes.fit.EFFICIENT_TOKENS", 128)
+    monkeypatch.setattr("streamfx.passes.partition.fit.LEAST_ROWS", 16)
+    monkeypatch.setattr("streamfx.passes.partition.fit.EFFICIENT_TOKENS", 128)

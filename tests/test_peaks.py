@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import streamfx
-from streamfx.report.meter import Meter
+from streamfx.cost.meter import Meter
 
 VOCABULARY, WIDTH = 50, 32
 LENGTHS = (5, 400)  # gradients are most of what is alive, and least

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import streamfx
+from streamfx.cost.meter import Meter
 from streamfx.integrations import enable
-from streamfx.passes.rules.packed import packed_product
-from streamfx.passes.rules.registry import NAMED
-from streamfx.report.meter import Meter
+from streamfx.passes.operators.rules.packed import packed_product
+from streamfx.passes.operators.rules.registry import NAMED
 from tests.support.spread import only
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.passes.rules import RULES, rule_for
+from streamfx.passes.operators.rules import RULES, rule_for
 from tests.support.laws import Call, check, traced
 from tests.support.samples import SAMPLES, Sizes, calls
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamfx.report.flops import visible_pairs
-from streamfx.report.sampling import stretches, total
+from streamfx.cost.flops import visible_pairs
+from streamfx.cost.sampling import stretches, total
 from streamfx.runtime.loop import Chunks
 from tests.support.small import EXAMPLES, Causal
 from tests.test_explain import summary_of
@@ -19,8 +19,8 @@ def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPa
     """The figures of a loop that runs few chunks are those of one that runs them all."""
     model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
     sampled = summary_of(model, *arguments, options={"chunk_size": 1})
-    monkeypatch.setattr("streamfx.report.sampling.sample_of", list)
-    monkeypatch.setattr("streamfx.report.sampling.total", lambda stretch, costs: sum(costs[i] for i in stretch))
+    monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
+    monkeypatch.setattr("streamfx.cost.sampling.total", lambda stretch, costs: sum(costs[i] for i in stretch))
     every = summary_of(model, *arguments, options={"chunk_size": 1})
     assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.runtime import steps
+from streamfx.lazy import steps
 from tests.support import decoders
 from tests.support.small import Padded
 from tests.support.twins import batch

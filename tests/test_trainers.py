@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
 from streamfx.integrations import enable, heads, versions
-from streamfx.runtime import in_chunks, steps
+from streamfx.lazy import in_chunks, steps
 from tests.support.spread import only
 from tests.support.trainers import tiny
 from tests.support.trainers.building import build

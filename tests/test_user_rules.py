@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.passes.rules.registry import RULES
+from streamfx.passes.operators.rules.registry import RULES
 
 WIDTH = 8
 

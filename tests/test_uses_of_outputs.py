@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamfx import StaleOutput
-from streamfx.runtime import in_chunks, steps
-from streamfx.runtime.deferred import DeferredTensor
+from streamfx.lazy import in_chunks, steps
+from streamfx.lazy.deferred import DeferredTensor
 from tests.support.uses import STREAMED, WHOLE, Loss, entropy, token_logps
 
 VOCABULARY, WIDTH = 3000, 8

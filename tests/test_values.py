@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamfx.ir.ranges import Range, constant, everything, hull, in_type, is_exact_in
-from streamfx.passes.values import TRANSFERS, Values
+from streamfx.passes.operators.values import TRANSFERS, Values
 from tests.support.values import ASSUMED, HURTING, TYPES, Sample, samples, traced_values
 
 aten = torch.ops.aten

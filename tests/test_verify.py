@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.report.verify import default_loss, relative_difference
+from streamfx.inspection.verify import default_loss, relative_difference
 from tests.support.small import EXAMPLES, WIDTH, Causal, Streams, tokens
 
 IDS = tokens(2, 6)

@@ -149,7 +149,7 @@ def test_what_is_around_an_operator_streams(name: str) -> None:
 
 def test_equal_calls_of_functions_stay_two() -> None:
     """What a function draws at random nobody tells, so that two equal calls need not give the same."""
-    from streamfx.passes.canonicalize import canonicalize
+    from streamfx.passes.canonicalization.canonicalize import canonicalize
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -172,8 +172,8 @@ def recorded(between: Between) -> Recorded:
 @pytest.mark.parametrize("target", ["aten.cumsum.default", "aten.mm.default", "streamfx.attention.default"])
 def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any operator may be marked: the passes begin again, and the result is the same."""
-    from streamfx.passes import bodies
-    from streamfx.passes.whole import RunsWhole
+    from streamfx.passes.codegen import bodies
+    from streamfx.passes.operators.whole import RunsWhole
 
     refused: list[str] = []
     emitter_of = bodies.emitter_of
@@ -221,7 +221,8 @@ def test_two_devices() -> None:
 
 def test_a_loop_that_would_follow_from_itself_stays_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rolled loops cannot be put in order, the one on the way is left as it was traced, and all passes begin again."""
-    from streamfx.passes import recurrences, rolling
+    from streamfx.passes.recurrences import detection as recurrences
+    from streamfx.passes.recurrences import rerolling as rolling
     from streamfx.runtime.recurrences import Recurrence
 
     def carried(self: Decoder, x: Tensor) -> Tensor:

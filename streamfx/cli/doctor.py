@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.errors import told
+from streamfx.inspection.verify import verify
 from streamfx.integrations.versions import LEAST, is_too_old
-from streamfx.report.verify import verify
 from streamfx.runtime.kernels import KERNELS
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")

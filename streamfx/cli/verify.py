@@ -8,7 +8,7 @@ from typing import Any
 
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
-from streamfx.report.verify import Verification, verify
+from streamfx.inspection.verify import Verification, verify
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamfx.backend import streambp
-from streamfx.torch_dynamo import cause_of, isolated
+from streamfx.torch_private.dynamo import cause_of, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it

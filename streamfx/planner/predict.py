@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streamfx.cost.memory import Cost
+from streamfx.cost.terms import INPUTS, OTHER, PARAMETERS
+from streamfx.inspection.explain import Explanation
+from streamfx.inspection.tracing import traced
 from streamfx.planner.models import loss_of
-from streamfx.report.explain import Explanation
-from streamfx.report.memory import Cost
-from streamfx.report.terms import INPUTS, OTHER, PARAMETERS
-from streamfx.report.tracing import traced
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from streamfx.budget import in_bytes
 from streamfx.planner.devices import Device
 from streamfx.planner.predict import Prediction, Way
-from streamfx.report.text import in_bytes, in_flops, joint_name, unnumbered
+from streamfx.report.text import in_flops, joint_name, unnumbered
 
 KINDS = {"linear": "products", "attention": "attention"}
 LAYERS_TWICE = "gradient checkpointing, whole layers"

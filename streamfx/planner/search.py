@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streamfx.passes.fit import KEEP_EVERY
+from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_INPUTS, STATES, STREAM_GRADIENT
+from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
-from streamfx.report.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_INPUTS, STATES, STREAM_GRADIENT
 
 FIRST_LENGTH = 16384
 MOST_TRACES = 6

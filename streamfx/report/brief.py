@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from streamfx.budget import in_bytes
+from streamfx.cost.lengths import sequence_length
+from streamfx.cost.memory import Cost, cost_of
+from streamfx.cost.terms import loss_values
 from streamfx.errors import told
 from streamfx.ir.facts import Facts
 from streamfx.log import log
-from streamfx.report.lengths import sequence_length
-from streamfx.report.memory import Cost, cost_of
 from streamfx.report.reasons import why_no_stages
 from streamfx.report.stages import stage_reports
-from streamfx.report.terms import loss_values
-from streamfx.report.text import in_bytes, stage_lines
+from streamfx.report.text import stage_lines
 
 
 def log_brief(facts: Facts) -> None:

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.printer import text_of
 from streamfx.log import log
+from streamfx.report.printer import text_of
 from streamfx.torch_private import trace_artifact
 
 

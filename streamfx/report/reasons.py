@@ -8,14 +8,14 @@ from functools import cache
 from torch import fx
 from torch._ops import OpOverload
 
+from streamfx.cost.flops import flops_of_graph
+from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
-from streamfx.ir.lines import source_line
 from streamfx.log import log
-from streamfx.passes.linear import CONTRACTIONS
-from streamfx.passes.opaque import is_opaque, why_opaque
-from streamfx.report.flops import flops_of_graph
-from streamfx.report.memory import bytes_like
+from streamfx.passes.canonicalization.opaque import is_opaque, why_opaque
+from streamfx.passes.operators.traits import CONTRACTIONS
+from streamfx.torch_private.lines import source_line
 
 MOST = 160  # characters of an unexpected error that a report shows
 FEW = 3  # operators that a reason names

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
+from streamfx.cost.flops import flops_of_graph, is_fused_attention
+from streamfx.cost.memory import LoopCost, bytes_like
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.lines import source_line
 from streamfx.ir.stage import Stage
-from streamfx.report.flops import flops_of_graph, is_fused_attention
-from streamfx.report.memory import LoopCost, bytes_like
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.runtime.loop import Loop
+from streamfx.torch_private.lines import source_line
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from streamfx.budget import in_bytes
+
 Stage = Mapping[str, Any]
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
@@ -119,17 +121,6 @@ def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def counted(number: int, thing: str) -> str:
     return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
-
-
-def in_bytes(number: int) -> str:
-    """
-    >>> in_bytes(100), in_bytes(5 * 2**20), in_bytes(3 * 2**30)
-    ('100 bytes', '5.0 MiB', '3.0 GiB')
-    """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
 
 
 def in_flops(number: int) -> str:

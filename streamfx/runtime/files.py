@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from streamfx.budget import in_bytes
 from streamfx.errors import NoRoom
 from streamfx.log import log
-from streamfx.report.text import in_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")

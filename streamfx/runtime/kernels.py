@@ -2,7 +2,7 @@
 
 All of them compute the result and the log-sum-exp of each query, and take both back in the backward; they differ in names,
 in what they need of a bias, and in whether they know grouped queries. `streamfx::attention` is what the passes write for
-any of them (`passes/fused.py`).
+any of them (`passes/canonicalization/fused.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from streamfx.inductor import blame
 from streamfx.ir.structure import structure
 from streamfx.log import log
 from streamfx.runtime.forms import (
@@ -25,8 +24,9 @@ from streamfx.runtime.forms import (
     single,
     wider,
 )
-from streamfx.torch_dynamo import compiling
+from streamfx.runtime.inductor import blame
 from streamfx.torch_private import compile_for_one_size, compile_for_sizes
+from streamfx.torch_private.dynamo import compiling
 
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."

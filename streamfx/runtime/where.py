@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import fx
 
-from streamfx.ir.lines import source_line
+from streamfx.torch_private.lines import source_line
 
 _SAID = "  raised by "
 _ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")

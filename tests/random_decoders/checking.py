@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from streamfx.runtime import in_chunks, segments, steps, visible
+from streamfx.lazy import in_chunks, steps
+from streamfx.runtime import segments, visible
 from streamfx.runtime.forms import any_size
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk

@@ -18,7 +18,7 @@ from torch.fx.experimental import proxy_tensor
 
 from streamfx.constants import watched_inputs
 from streamfx.options import resolved
-from streamfx.passes.rules import TAKEN_APART
+from streamfx.passes.operators.rules import TAKEN_APART
 from streamfx.torch_private import get_decompositions
 from tests.support.exactness import (
     NOISE,

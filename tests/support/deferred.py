@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from streamfx.backend import streambp
-from streamfx.runtime.deferred import DeferredTensor
+from streamfx.lazy.deferred import DeferredTensor
 from tests.support.heads import BATCH, LENGTH, VOCABULARY, Decoder, some_ids
 
 OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4}

@@ -26,7 +26,7 @@ from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.runtime.outer import OuterGraph, OuterRunner
-from streamfx.torch_dynamo import raised_as_itself
+from streamfx.torch_private.dynamo import raised_as_itself
 
 TOLERANCE = 1e-12
 NOISE = 1e-3  # gradients below this share of all gradients are rounding: their error counts relative to that share

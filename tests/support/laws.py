@@ -20,9 +20,9 @@ from streamfx.ir.facts import AxisFacts, Facts, Form, SequenceAxis
 from streamfx.ir.joint import joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
-from streamfx.passes.axes import axes_of
-from streamfx.passes.canonicalize import _number_random_operators
-from streamfx.passes.members import members_of
+from streamfx.passes.analysis.axes import axes_of
+from streamfx.passes.analysis.members import members_of
+from streamfx.passes.canonicalization.canonicalize import _number_random_operators
 from streamfx.runtime.outer import OuterRunner
 
 

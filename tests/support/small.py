@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.inspection.tracing import traced
 from streamfx.ir.facts import Facts
-from streamfx.report.tracing import traced
 
 VOCABULARY, WIDTH = 11, 4
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
-from streamfx.passes.rules import TAKEN_APART
+from streamfx.passes.operators.rules import TAKEN_APART
 from streamfx.torch_private import get_decompositions
 from tests.support.exactness import (
     TOLERANCE,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.ranges import Range, constant, everything, hull
-from streamfx.passes.values import TRANSFERS, Values
+from streamfx.passes.operators.values import TRANSFERS, Values
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION
 from tests.support.samples import SAMPLES, Sizes, calls

@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 
 from streamfx.backend import Compilation
+from streamfx.cost.memory import cost_of
+from streamfx.inspection.tracing import distinct_breaks
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
-from streamfx.report.memory import cost_of
 from streamfx.report.stages import stage_reports
-from streamfx.report.tracing import distinct_breaks
-from streamfx.torch_dynamo import noted_graph_breaks
+from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
 from tests.zoo.models import BY_DEFAULT_DOUBLE, CHUNK, built, inputs
 

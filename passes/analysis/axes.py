@@ -1,0 +1,380 @@
+"""Which dimension of which value is the sequence?
+
+Walks the graph once. Each operator's rule says how the axes of its operands and results hang together; a union-find over
+factored dimensions collects what indexes the same thing. The sequence is then chosen among the axes: the one that
+attention runs along, else the axis of the inputs that no parameter has and whose rows have an order, else the one that the
+most bytes can be streamed along. No size is ever compared to find an axis.
+
+    q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.errors import StreamFXError, told
+from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
+from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.sizes import Size, numeric, product, shape_of
+from streamfx.log import log
+from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
+from streamfx.passes.canonicalization.along_sequence import run_along_sequence, taken_apart
+from streamfx.passes.canonicalization.opaque import is_opaque, places_like, why_opaque
+from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, Rule, rule_for
+from streamfx.passes.operators.traits import is_moved_elements, is_random, producer_of
+from streamfx.runtime.rng import drawing
+
+aten = torch.ops.aten
+
+NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_ROWS = "{target} reads rows of one length as rows of another"
+
+# Operators that tell the rows along a dimension apart by their position.
+BY_POSITION = frozenset(
+    {
+        aten.select.int,
+        aten.select_backward.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.cat.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.logcumsumexp.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Axes:
+    name: ClassVar[str] = "axes"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes = axes_of(facts.joint)
+        sequence = sequence_axis(facts.joint, axes)
+        if split := _split_axes(facts.joint, axes, sequence):
+            kept = axes_of(facts.joint, split)
+            whole = sequence_axis(facts.joint, kept)
+            places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
+            if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
+                mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
+                whole = sequence_of(mains[0], kept) if mains else None
+            if whole is not None:
+                axes, sequence = kept, whole
+        axes = replace(axes, sequence=sequence)
+        if sequence is not None and (found := run_along_sequence(facts.joint, axes)):
+            return self.apply(replace(facts, joint=taken_apart(facts.joint, found)))
+        return replace(facts, axes=axes)
+
+
+def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
+    return sequence is not None and sequence.main in axes.table.resolve(dim)
+
+
+def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
+    """Dimensions of inputs that some view cuts into blocks: where one is the sequence, its rows stay single.
+
+    So do those of the sequence where what is cut out of it, or padded around it, is cut into blocks. An input of all rows of all
+    sequences, one after the other, is not cut into blocks: [(b t)] beside another input [b t d].
+    """
+    table = axes.table
+    whole = {
+        (node, i): dim
+        for node in joint.primals
+        if is_tensor(node) and not _is_parameter_like(node, joint)
+        for i, dim in enumerate(axes.shapes[node])
+        if len(dim) == 1
+    }
+    single = {atom for dim in whole.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
+    split = {place for place, dim in whole.items() if not single.issuperset(table.resolve(dim))}
+    if sequence is not None and _has_split_relative(axes, sequence):
+        split |= {place for place, dim in whole.items() if table.resolve(dim) == (sequence.main,)}
+    return frozenset(split)
+
+
+def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+    for node, signature in axes.signatures.items():
+        for letter, (source, _) in signature.shifts.items():
+            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (source, letter))
+            if len(operand) == 1 < len(result) and operand[0] in sequence.members:
+                return True
+    return False
+
+
+def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> AxisFacts:
+    """The axes of every dimension, with no choice of a sequence yet.
+
+    The dimensions of inputs in `kept` stay in one piece, and so does what is cut out of them or padded around them.
+    """
+    table = AxisTable()
+    shapes: dict[fx.Node, Shape] = {}
+    results: dict[fx.Node, tuple[Shape, ...]] = {}
+    found: dict[fx.Node, Signature] = {}
+    letters: dict[fx.Node, dict[Letter, Dim]] = {}
+    declined: dict[fx.Node, str] = {}
+    for node in joint.sources:
+        if is_tensor(node):
+            shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
+    for node, i in kept:
+        table.keep(shapes[node][i][0])
+    for node in joint.nodes:
+        if node.target is operator.getitem:
+            if is_tensor(node):
+                shapes[node] = results[node.args[0]][node.args[1]]  # type: ignore[index]
+            continue
+        outcome = _apply_rule(node, table, shapes)
+        if isinstance(outcome, str):
+            declined[node] = outcome
+            made = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
+        else:
+            found[node], letters[node], made = outcome
+        results[node] = made
+        if is_tensor(node):
+            shapes[node] = made[0]
+    return AxisFacts(table, shapes, results, found, letters, declined, static_nodes(joint))
+
+
+def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
+    """Dimensions of a result that no rule tells about: its own, or those of operands where there is no rule at all."""
+    if value is None:
+        return ()
+    places = places_like(value, made_by) if is_opaque(made_by) else [None] * value.dim()
+    pairs = zip(shape_of(value), places, strict=True)
+    return tuple(table.fresh(size) if place is None else shapes[place[0]][place[1]] for size, place in pairs)
+
+
+def _result_shapes(node: fx.Node) -> tuple[tuple[Size, ...], ...]:
+    return tuple(shape_of(result) if result is not None else () for result in results_of(node))
+
+
+def _apply_rule(
+    node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
+) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
+    """The node's signature, the axes behind its letters and its results' dimensions; or why there is none."""
+    rule = rule_for(node)
+    if rule is None:
+        return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
+    if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
+        return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
+    call = Call(node, table, shapes)
+    signature = _signature_by(rule, call)
+    if signature is None:
+        return (OTHER_ROWS if is_moved_elements(node) else NOT_COVERED).format(target=node.target)
+    bound = dict(signature.atoms)
+    for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
+        for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
+            if len(letter_dim) != 1 or letter_dim[0] in signature.atoms:
+                continue
+            known = bound.setdefault(letter_dim[0], dim)
+            if known is not dim and not table.unify(known, dim):
+                return f"two dimensions of {node.target} are split into rows in ways that do not fit together"
+    made = []
+    for own, letter_shape in zip(_result_shapes(node), signature.results, strict=False):
+        for size, letter_dim in zip(own, letter_shape, strict=True):
+            if len(letter_dim) == 1 and letter_dim[0] not in bound:
+                bound[letter_dim[0]] = table.fresh(size)
+        made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+    _keep_shifted(signature, bound, table)
+    return signature, bound, tuple(made)
+
+
+def _signature_by(rule: Rule, call: Call) -> Signature | None:
+    """What a rule says of a call: nothing where it fails, or where what it says has not the dimensions of the call."""
+    try:
+        signature = rule(call)
+    except StreamFXError:
+        raise
+    except Exception as error:
+        log.debug("the rule for %s fails: %s", call.node.target, told(error))
+        return None
+    if signature is None:
+        return None
+    said = (*zip(signature.operands, call.shapes, strict=True), *zip(signature.results, call.result_shapes, strict=False))
+    return signature if all(len(letters) == len(shape) for letters, shape in said) else None
+
+
+def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
+    """An axis that is cut out of one that stays in one piece, or padded around it, stays in one piece as well."""
+    for letter, (source, _) in signature.shifts.items():
+        result, operand = table.resolve(bound[letter]), table.resolve(bound[source])
+        if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
+            table.keep(result[0])
+
+
+def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Values that follow from integers, flags, vectors and constants alone: positions, masks, rotary tables, labels.
+
+    They are the same whatever the parameters are, and cheap to make whole where they have one sequence axis.
+    """
+    static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
+    for node in joint.nodes:
+        if is_random(node):
+            continue
+        if all(source in static for source in node.all_input_nodes):
+            static.add(node)
+    return frozenset(static)
+
+
+def _is_static_input(node: fx.Node) -> bool:
+    value: torch.Tensor = node.meta["val"]
+    is_vector = sum(not isinstance(size, int) or size != 1 for size in value.shape) <= 1
+    return not (value.is_floating_point() or value.is_complex()) or is_vector
+
+
+def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
+    main = _attention_axis(joint, axes)
+    if main is None:
+        main = _widest_axis(joint, axes)
+    return None if main is None else sequence_of(main, axes)
+
+
+def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+    """The axis that stands on both sides of products of rows and keys.
+
+    Fused attention says which; else it is the axis that scores, masks and probabilities have twice. A weight from a width to
+    the same width has that twice as well, and so has its gradient, so only what the forward half computes counts.
+    """
+    votes: Counter[Atom] = Counter()
+    for node, signature in axes.signatures.items():
+        atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
+        keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}
+        votes.update(keys & {atom for letter, own in atoms.items() if letter not in signature.keys for atom in own})
+    if not votes:
+        weights = weight_nodes(joint)
+        for node in (node for node in joint.nodes if node in joint.forward and node not in weights):
+            for shape in axes.results.get(node, ()):
+                counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
+                votes.update(atom for atom, times in counts.items() if times == 2)
+    own = _input_axes(joint, axes)
+    ranked = sorted(votes, key=lambda atom: (atom not in own, -votes[atom], atom))
+    if not ranked or ranked[0] in own or not own:
+        return ranked[0] if ranked else None
+    if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
+        return None
+    sequences = own & _ordered_axes(axes)  # a block of the sequence has itself twice as well, where scores stay inside of blocks
+    return ranked[0] if not sequences or ranked[0] in _relatives(sequences, axes) else None
+
+
+def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
+    """Axes that are cut out of these, padded or joined from them."""
+    links = [(source, target) for source, target, _, _ in shift_links(axes)]
+    for node, signature in axes.signatures.items():
+        if node.target is aten.cat.default:
+            dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
+            own = {atom for dim in dims for atom in dim}
+            links += [(one, other) for one in own for other in own]
+    found: set[Atom] = set()
+    while atoms - found:
+        found |= atoms
+        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in found}
+    return found
+
+
+def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Values made of parameters alone, or by moving the elements of one floating point input."""
+    inputs = {node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()}
+    found, parameters = set(inputs), {node for node in inputs if _is_parameter_like(node, joint)}
+    for node in joint.nodes:
+        sources = [source for source in node.all_input_nodes if is_tensor(source)]
+        if sources and all(source in parameters for source in sources):
+            parameters.add(node)
+        if node in parameters or (is_moved_elements(node) and sources[0] in found):
+            found.add(node)
+    return frozenset(found)
+
+
+def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
+    inputs = (node for node in joint.inputs if is_tensor(node) and not _is_parameter_like(node, joint))
+    return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
+
+
+def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight."""
+    parameters = {node for node in joint.primals if is_tensor(node) and _is_parameter_like(node, joint)}
+    found: set[Atom] = set()
+    for node in (node for node in joint.nodes if node in joint.forward):
+        operands = tensor_operands(node)
+        if operands and all(operand in parameters for operand in operands):
+            parameters.add(node)
+        elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
+            contracted = signature.contracted()
+            for operand, shape in zip(operands, signature.operands, strict=True):
+                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
+                    found |= _atoms(operand, axes)
+    return found
+
+
+def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
+    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+
+
+def _ordered_axes(axes: AxisFacts) -> set[Atom]:
+    """Axes whose rows have an order, because something takes them by their position: a sequence rather than a batch."""
+    found: set[Atom] = set()
+    for node, signature in axes.signatures.items():
+        letters = {letter for pair in signature.shifts.items() for letter in (pair[0], pair[1][0])}
+        letters |= signature.whole if node.target in BY_POSITION else set()
+        found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+    return found
+
+
+def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+    """The axis along which the most bytes could be made in parts: no parameter has it, and best no operator needs it whole.
+
+    Views and results take their memory all the same. What is made along a part that is cut out of an axis counts for both.
+
+    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
+    """
+    gain: dict[Atom, int] = defaultdict(int)
+    barred: set[Atom] = set()
+    own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
+    stays = {*joint.outputs, *joint.gradients}
+    for node, signature in axes.signatures.items():
+        for letter in signature.whole - signature.scans.keys() - signature.single.keys():
+            barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
+        if node not in axes.static:
+            saves = node not in stays and not is_moved_elements(node)
+            for shape in axes.results[node]:
+                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if saves else 0
+                for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
+                    gain[atom] += numel
+    for node in joint.primals:
+        if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
+            barred |= _atoms(node, axes)
+    sequences = own & ordered & gain.keys()
+    candidates = sequences or (gain.keys() - barred)
+    inner = _innermost_axes(joint, axes)
+    total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
+    ranked = sorted(candidates, key=lambda a: (a in barred, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
+    return ranked[0] if ranked else None
+
+
+def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Axes along which the numbers of inputs lie side by side, and never apart: parts of them would be scattered in memory."""
+    inputs = [node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()]
+    shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
+    last, others = (
+        {atom for dim in dims for atom in axes.table.resolve(dim)}
+        for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
+    )
+    return last - others
+
+
+def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
+    """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
+    return bool(node.meta.get("streamfx_static_address", False))

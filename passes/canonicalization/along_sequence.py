@@ -1,0 +1,93 @@
+"""Operators that are written as sums where they turn out to run along the sequence, because sums are made chunk by chunk.
+
+    cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)       each has rows at a place of its own
+    norm(x)         ->  sqrt(sum(x * x))
+
+Along any other axis they stay what they are.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import AxisFacts
+from streamfx.ir.joint import JointGraph, bound_arguments, joint_graph, node_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+
+aten = torch.ops.aten
+
+MOST = 3  # operands: a value joined row by row would be padded once for each row
+
+
+def run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
+    """The joins and norms of computed values along the sequence."""
+    tests = {aten.cat.default: _is_join, aten.linalg_vector_norm.default: _is_norm}
+    return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
+
+
+def taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
+    """The graph with each of these written as sums, in place."""
+    writer = GraphWriter(joint.graph)
+    for node in nodes:
+        write = _sum_of_paddings if node.target is aten.cat.default else _root_of_sum
+        node.replace_all_uses_with(write(node, writer.before(node)), propagate_meta=False)
+        joint.graph.erase_node(node)
+    return joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
+
+
+def _is_join(node: fx.Node, axes: AxisFacts) -> bool:
+    operands, dim = node.args[0], bound_arguments(node)["dim"] % len(shape_of_node(node))
+    if node in axes.static or len(operands) > MOST or not all(_fits(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
+        return False
+    lengths = [item.meta["val"].shape[dim] for item in operands]  # type: ignore[union-attr]
+    if 2 * max(lengths) <= sum(lengths):  # several sequences side by side are no sequence with something in front or behind
+        return False
+    along = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
+    return any(atom is not None for atom in along)
+
+
+def _fits(node: fx.Node, operand: fx.Node, dim: int) -> bool:
+    """Whether a padded operand can be added to the others."""
+    own, value = operand.meta["val"], node.meta["val"]
+    return bool(
+        own.dtype == value.dtype
+        and value.dtype.is_floating_point
+        and own.dim() == value.dim()
+        and isinstance(own.shape[dim], int)
+    )
+
+
+def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether a Euclidean norm is taken along the sequence."""
+    arguments, operand = bound_arguments(node), node_argument(node)
+    rank, value = len(shape_of_node(operand)), operand.meta["val"]
+    if not rank:
+        return False
+    dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
+    along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
+    return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
+
+
+def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    arguments, operand = bound_arguments(node), node_argument(node)
+    dims = arguments["dim"] or list(range(len(shape_of_node(operand))))
+    squares = writer.call(aten.mul.Tensor, operand, operand)
+    return writer.call(aten.sqrt.default, writer.call(aten.sum.dim_IntList, squares, dims, arguments["keepdim"]))
+
+
+def _sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """What is added to minus zero keeps its sign, even if it is a zero."""
+    operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+    rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
+    lengths = [item.meta["val"].shape[dim] for item in operands]
+    total, befores = sum(lengths), [0, *accumulate(lengths)]
+    made: fx.Node | None = None
+    for operand, before, length in zip(operands, befores, lengths, strict=False):
+        pad = [0, 0] * (rank - 1 - dim) + [before, total - before - length]
+        part = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
+        made = part if made is None else writer.call(aten.add.Tensor, made, part)
+    assert made is not None
+    return made

@@ -1,0 +1,154 @@
+"""A softmax over keys and one more column, which is dropped afterwards (an attention sink), without that column.
+
+Scores with a column of their own beside the keys have no rows and keys alone. But a softmax over two parts is the softmax of
+each part, times that part's share of the sum, and the shares are themselves a softmax of two numbers:
+
+    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
+
+Where no key is seen, s is minus infinity throughout and w is zero: then the result is zero, as it is with the column, and not
+softmax(s) times zero, which is no number. The backward half is rewritten along with it: with p = softmax(s) * w and its gradient
+g, the scores' gradient is p * (g - sum(g * p)) and the column's -u * sum(g * p). u is made of its own (1 - w would lose its
+digits where the column has a small share). Nothing is rewritten unless every use fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.writer import GraphWriter
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Column:
+    """Scores and one column beside them; `first` is where the scores start among both."""
+
+    softmax: fx.Node
+    scores: fx.Node
+    column: fx.Node
+    dim: int
+    first: int
+
+    @property
+    def is_scores(self) -> tuple[int, int]:
+        count = shape_of_node(self.scores)[self.dim]
+        assert isinstance(count, int)
+        return self.first, self.first + count
+
+    @property
+    def is_column(self) -> tuple[int, int]:
+        end = self.is_scores[1]
+        return (end, end + 1) if self.first == 0 else (0, 1)
+
+
+def drop_columns(graph: fx.Graph) -> None:
+    """Rewrite each softmax of a graph whose last or first column is not used."""
+    for node in graph.find_nodes(op="call_function", target=aten._softmax.default):
+        found = _column_of(node)
+        if found is not None and _fits(found):
+            _rewrite(found, GraphWriter(graph))
+
+
+def _column_of(softmax: fx.Node) -> Column | None:
+    given = bound_arguments(softmax)
+    joined = given["self"]
+    if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or given["half_to_float"]:
+        return None
+    arguments, rank = bound_arguments(joined), len(shape_of_node(softmax))
+    pieces: list[fx.Node] = list(arguments["tensors"])
+    along = int(arguments["dim"]) % rank
+    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or given["dim"] % rank != along:
+        return None
+    counts = [shape_of_node(piece)[along] for piece in pieces]
+    if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):
+        return None
+    at = 0 if counts[1] == 1 else 1
+    return Column(softmax, pieces[at], pieces[1 - at], along, at)
+
+
+def _fits(found: Column) -> bool:
+    return all(_is_part(user, found, found.is_scores) or _is_backward(user, found) for user in found.softmax.users)
+
+
+def _is_part(node: fx.Node, found: Column, part: tuple[int, int]) -> bool:
+    return node.target is aten.slice.Tensor and _bounds(node, found) == part
+
+
+def _bounds(node: fx.Node, found: Column) -> tuple[int, int] | None:
+    """Start and end of a slice or of its gradient along the keys; None for anything else."""
+    arguments, rank = bound_arguments(node), len(shape_of_node(found.softmax))
+    length = found.is_column[1] if found.first == 0 else found.is_scores[1]
+    start, end = arguments["start"] or 0, arguments["end"]
+    if arguments["dim"] % rank != found.dim or arguments["step"] != 1 or not isinstance(start, int):
+        return None
+    end = length if end is None else end
+    if not isinstance(end, int):
+        return None
+    return start + length * (start < 0), min(end + length * (end < 0), length)
+
+
+def _is_backward(node: fx.Node, found: Column) -> bool:
+    """The gradient of the scores' part alone, of which scores and column take their parts."""
+    if node.target is not aten._softmax_backward_data.default:
+        return False
+    arguments, softmax = bound_arguments(node), found.softmax.meta["val"]
+    gradient = arguments["grad_output"]
+    is_of_this = arguments["output"] is found.softmax and arguments["dim"] % softmax.dim() == found.dim
+    if not is_of_this or arguments["input_dtype"] != softmax.dtype or node.meta["val"].dtype != softmax.dtype:
+        return False
+    if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
+        return False
+    parts = (found.is_scores, found.is_column)
+    fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.is_scores
+    return fits and all(any(_is_part(user, found, part) for part in parts) for user in node.users)
+
+
+def _rewrite(found: Column, graph: GraphWriter) -> None:
+    softmax, dim = found.softmax, found.dim
+    dtype = softmax.meta["val"].dtype
+    writer = graph.before(softmax)
+    scores, column = (_as(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
+    share, rest = _shares(writer, scores, column, dim)
+    kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
+    kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
+    result = _as(writer, kept, dtype)
+    for user in list(softmax.users):
+        if user.target is aten.slice.Tensor:
+            user.replace_all_uses_with(result)
+        else:
+            _rewrite_backward(found, user, graph.before(user), kept, rest)
+
+
+def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
+    """What share of the whole sum the scores have, and the column; no numbers where the whole softmax is none.
+
+    Both are taken less the column, where that is a number: how many scores there are is lost beside a score of -1e30.
+    """
+    own = column.meta["val"]
+    zero = writer.call(aten.full.default, [], 0.0, dtype=own.dtype, device=own.device)
+    less = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)
+    total = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, less), [dim], True)
+    both = writer.call(aten.cat.default, [total, writer.call(aten.sub.Tensor, column, less)], dim)
+    shares = writer.call(aten._softmax.default, both, dim, False)
+    return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
+
+
+def _rewrite_backward(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> None:
+    gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
+    dtype = backward.meta["val"].dtype
+    gradient = _as(writer, gradient, kept.meta["val"].dtype)
+    total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, kept), [found.dim], True)
+    of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
+    of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
+    results = {found.is_scores: _as(writer, of_scores, dtype), found.is_column: _as(writer, of_column, dtype)}
+    for user in list(backward.users):
+        user.replace_all_uses_with(results[_bounds(user, found)])  # type: ignore[index]
+
+
+def _as(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return value if value.meta["val"].dtype == dtype else writer.call(aten._to_copy.default, value, dtype=dtype)

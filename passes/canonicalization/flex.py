@@ -1,0 +1,321 @@
+"""`flex_attention` written out in plain operators, so that all that is known of masks and scores holds for it.
+
+    flex(q, k, v, score, mask)   ->   attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    where score = s + bias
+                                      softmax(where(mask, score(q @ k), -inf)) @ v               for any other
+
+Which blocks a block mask names is an index into what its mask function says, and of no further use here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import shape_of_node
+from streamfx.ir.sizes import size_of
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.score_functions import CannotWriteOut, Lifted, summed, written_out
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
+
+aten = torch.ops.aten
+LN_2 = math.log(2)
+
+
+def write_out_flex(graph: fx.Graph) -> None:
+    """Write out every call whose functions allow it, with its backward, in place; other calls stay."""
+    for node in list(graph.nodes):
+        if node.target is FLEX_ATTENTION:
+            try:
+                _Call(graph, node).write_out()
+            except CannotWriteOut:
+                continue
+
+
+def _backward_of(node: fx.Node) -> fx.Node | None:
+    """The backward call that takes this call's result."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is FLEX_ATTENTION_BACKWARD:
+                found.add(user)
+            elif user.target in (operator.getitem, aten.detach.default, aten.alias.default):
+                todo.append(user)
+    if len(found) > 1:
+        raise CannotWriteOut("several backward calls")
+    return found.pop() if found else None
+
+
+@dataclass
+class _Call:
+    graph: fx.Graph
+    node: fx.Node
+    writer: GraphWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writer = GraphWriter(self.graph)
+        arguments: Any = self.node.args
+        self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
+        self.mask: fx.Node = blocks[-1]
+        self.backward = _backward_of(self.node)
+        given: Any = (None,) * 9 if self.backward is None else self.backward.args
+        self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
+
+    def write_out(self) -> None:
+        """Both halves, or neither: nothing is replaced before all is written."""
+        if self.query.meta["val"].shape[0] != self.key.meta["val"].shape[0]:
+            raise CannotWriteOut("one batch of keys for all queries")
+        self.writer.before(self.node)
+        self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
+        form = _Fused(self) if self.is_fused() else _Spelled(self)
+        results = form.forward()
+        gradients = None
+        if self.backward is not None:
+            self.writer.before(self.backward)
+            gradients = form.backward()
+        self.replace(self.node, results)
+        if self.backward is not None and gradients is not None:
+            self.replace(self.backward, gradients)
+            self.graph.erase_node(self.backward)
+        self.erase(self.node)
+
+    # -- pieces of both forms
+
+    @cached_property
+    def grid(self) -> list[Lifted]:
+        """Numbers of batch, head, row and key."""
+        (b, h, m, _), n = self.query.meta["val"].shape, self.key.meta["val"].shape[2]
+        return [Lifted(self.numbers(size, dim)) for dim, size in enumerate((b, h, m, n))]
+
+    def numbers(self, size: Any, dim: int) -> fx.Node:
+        size = self.size(size)
+        made = self.writer.call(aten.arange.default, size, device=self.query.meta["val"].device)
+        return self.writer.call(aten.reshape.default, made, [size if i == dim else 1 for i in range(4)])
+
+    def size(self, size: Any) -> Any:
+        """A size as an argument: a number, or the node that holds it."""
+        if isinstance(size, int):
+            return size
+        for node in self.graph.find_nodes(op="placeholder"):
+            if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == size_of(size):
+                return node
+        raise CannotWriteOut("a size that is no input")
+
+    def applied(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
+        return written_out(function.meta["streamfx_graph"], list(arguments), self.writer)
+
+    @cached_property
+    def sees_all(self) -> bool:
+        """Whether the mask function is the constant True."""
+        return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
+
+    def number(self, value: float, dtype: torch.dtype) -> fx.Node:
+        return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta["val"].device)
+
+    # -- which form
+
+    def is_fused(self) -> bool:
+        """Whether a kernel can do it: the score is at most added to, and only the result is used."""
+        query, key, value = (item.meta["val"] for item in (self.query, self.key, self.value))
+        plain = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
+        used = {
+            user.args[1] for user in self.node.users for inner in user.users if inner is not self.backward and not _is_copy(inner)
+        }
+        asks_more = self.backward is not None and (self.of_lse is not None or self.gives_to_buffers())
+        return plain and query.device.type in KERNELS and used <= {0} and not asks_more and self.addition != "other"
+
+    def gives_to_buffers(self) -> bool:
+        results = self.joint.meta["streamfx_graph"].graph.output_node().args[0]
+        return any(item is not None for item in results[5:])
+
+    @cached_property
+    def addition(self) -> str:
+        """What the score function does with the score: "none", "sum" where it adds something to it, "other"."""
+        function: fx.GraphModule = self.score.meta["streamfx_graph"]
+        score, *_ = function.graph.find_nodes(op="placeholder")
+        result = function.graph.output_node().args[0]
+        if result is score:
+            return "none"
+        if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
+            return "other"
+        added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
+        return "sum" if added.count(score) == 1 and result.args.count(score) == 1 else "other"
+
+    # -- replacing
+
+    def replace(self, node: fx.Node, results: Sequence[Any]) -> None:
+        for user in list(node.users):
+            position: Any = user.args[1]
+            made = results[position]
+            if isinstance(made, tuple):
+                self.replace(user, made)
+            elif made is None and user.users:
+                raise CannotWriteOut(f"result {position}")
+            elif made is not None:
+                user.replace_all_uses_with(made, propagate_meta=False)
+            self.graph.erase_node(user)
+
+    def erase(self, node: fx.Node) -> None:
+        self.graph.erase_node(node)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.target in (aten.detach.default, aten.alias.default)
+
+
+@dataclass
+class _Fused:
+    """Attention by a kernel, with the mask and what is added to the scores as its bias."""
+
+    call: _Call
+
+    def forward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.call.writer.call
+        self.bias = self._bias()
+        options: dict[str, Any] = {"scale": call.scale}
+        self.options = options if self.bias is None else {"attn_mask": self.bias, **options}
+        made = write(ATTENTION, call.query, call.key, call.value, **self.options)
+        self.out, self.lse = (write(operator.getitem, made, i) for i in range(2))
+        return self.out, self.lse, None
+
+    def _bias(self) -> fx.Node | None:
+        call, write = self.call, self.call.writer.call
+        dtype = call.query.meta["val"].dtype
+        bias: Any = None
+        if call.addition == "sum":
+            zero = call.number(0.0, dtype)
+            bias = call.applied(call.score, [zero, *call.grid, *call.score_values])
+            bias = bias.node if isinstance(bias, Lifted) else bias
+            bias = write(aten._to_copy.default, bias, dtype=dtype)
+        if not call.sees_all:
+            visible = call.visible.node if isinstance(call.visible, Lifted) else call.visible
+            bias = write(
+                aten.where.self, visible, call.number(0.0, dtype) if bias is None else bias, call.number(-math.inf, dtype)
+            )
+        if bias is not None and not shape_of_node(bias):
+            raise CannotWriteOut("a mask that is the same number everywhere")
+        return bias
+
+    def backward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.call.writer.call
+        if call.of_result is None:
+            raise CannotWriteOut("no gradient of the result")
+        made = write(ATTENTION_BACKWARD, call.of_result, call.query, call.key, call.value, self.out, self.lse, **self.options)
+        nothing = (None,) * len(call.score_values)
+        return (*(write(operator.getitem, made, i) for i in range(3)), nothing)
+
+
+@dataclass
+class _Spelled:
+    """Attention as products and a softmax, in the precision that eager takes for them."""
+
+    call: _Call
+
+    def __post_init__(self) -> None:
+        call = self.call
+        self.write = call.writer.call
+        self.dtype = call.query.meta["val"].dtype
+        self.precision = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.groups = call.key.meta["val"].shape[1]
+        self.repeats = call.query.meta["val"].shape[1] // self.groups
+
+    def forward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.write
+        self.keys, self.values = self._for_all_heads(call.key), self._for_all_heads(call.value)
+        keys = write(aten.transpose.int, self._wide(self.keys), 2, 3)
+        scores = self._product(self._wide(call.query), keys)
+        self.scores = write(aten.mul.Tensor, scores, call.scale)
+        modified = call.applied(call.score, [Lifted(self.scores), *call.grid, *call.score_values])
+        shown = write(aten._to_copy.default, _node(modified), dtype=self.precision)
+        shown = self._where_visible(shown, -math.inf)
+        self.weights = write(aten._safe_softmax.default, shown, -1)
+        out = self._product(self._narrow(self.weights), self._narrow(self.values))
+        lse = write(aten.div.Scalar, write(aten.logsumexp.default, shown, [-1]), LN_2)
+        largest = write(aten.div.Scalar, write(aten.amax.default, shown, [-1]), LN_2)
+        return out, lse, largest
+
+    def backward(self) -> tuple[Any, ...]:
+        call, write = self.call, self.write
+        of_value = write(aten.zeros_like.default, call.value) if call.of_result is None else self._of_value(call.of_result)
+        wanted = self._of_weights(call.of_result, call.of_lse)
+        arguments = [Lifted(self.scores), *call.grid, Lifted(wanted), *call.score_values]
+        of_score, _, _, _, _, *of_buffers = call.applied(call.joint, arguments)
+        scaled = self._narrow(write(aten.mul.Tensor, _node(of_score), call.scale))
+        scaled = self._where_visible(scaled, 0.0)
+        of_query = self._product(scaled, self.keys)
+        of_key = self._for_groups(self._product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        totals = tuple(None if item is None else summed(item, call.writer) for item in of_buffers)
+        return of_query, of_key, of_value, totals
+
+    def _of_value(self, gradient: Any) -> fx.Node:
+        weights = self.write(aten.transpose.int, self._narrow(self.weights), 2, 3)
+        return self._for_groups(self._product(weights, gradient))
+
+    def _of_weights(self, gradient: Any, of_lse: Any) -> fx.Node:
+        """The gradient of the scores that go into the softmax."""
+        write, wanted = self.write, None
+        if gradient is not None:
+            values = write(aten.transpose.int, self._wide(self.values), 2, 3)
+            of_weights = self._product(self._wide(gradient), values)
+            wanted = write(aten._softmax_backward_data.default, of_weights, self.weights, -1, self.precision)
+        if of_lse is not None:
+            each = write(aten.unsqueeze.default, write(aten.div.Scalar, of_lse, LN_2), 3)
+            part = write(aten.mul.Tensor, self.weights, each)
+            wanted = part if wanted is None else write(aten.add.Tensor, wanted, part)
+        if wanted is None:
+            raise CannotWriteOut("no gradient at all")
+        return wanted
+
+    def _where_visible(self, value: fx.Node, otherwise: float) -> fx.Node:
+        call = self.call
+        if call.sees_all:
+            return value
+        return self.write(aten.where.self, _node(call.visible), value, call.number(otherwise, value.meta["val"].dtype))
+
+    def _wide(self, value: Any) -> Any:
+        return self._cast(value, self.precision)
+
+    def _narrow(self, value: Any) -> Any:
+        return self._cast(value, self.dtype)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return value if value.meta["val"].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
+
+    def _for_all_heads(self, value: Any) -> Any:
+        """[b g n d] -> [b (g r) n d]"""
+        if self.repeats == 1:
+            return value
+        b, g, n, d = (self.call.size(size) for size in value.meta["val"].shape)
+        wide = self.write(aten.expand.default, self.write(aten.unsqueeze.default, value, 2), [b, g, self.repeats, n, d])
+        return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
+
+    def _for_groups(self, value: fx.Node) -> fx.Node:
+        """[b (g r) n d] -> [b g n d]"""
+        if self.repeats == 1:
+            return value
+        b, _, n, d = (self.call.size(size) for size in value.meta["val"].shape)
+        apart = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
+        return self.write(aten.sum.dim_IntList, apart, [2])
+
+    def _product(self, left: Any, right: Any) -> fx.Node:
+        """[b h m k] @ [b h k n]"""
+        sizes = [self.call.size(size) for size in (*left.meta["val"].shape[:3], right.meta["val"].shape[3])]
+        flat = [self._flat(item) for item in (left, right)]
+        return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)
+
+    def _flat(self, value: Any) -> fx.Node:
+        """[b h m n] -> [(b h) m n]"""
+        m, n = (self.call.size(size) for size in value.meta["val"].shape[2:])
+        return self.write(aten.reshape.default, value, [-1, m, n])
+
+
+def _node(value: Any) -> Any:
+    return value.node if isinstance(value, Lifted) else value

@@ -1,0 +1,98 @@
+"""One element of each row of a matrix, or one token of each sequence: taken by comparing positions.
+
+    x[arange(b), last]        ->    where(arange(t) == last[:, None], x, 0).sum(1)      heads on the last token, by its number
+    index_put(zeros, ...)     ->    where(arange(t) == last[:, None], gradient[:, None], 0)
+
+A look-up by number needs all rows at once; this sum takes what a chunk of them has. It makes 0 of -0, so that the sign is looked
+up, too. Numbers that are out of range give NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.row_numbers import repeats, size_arguments
+from streamfx.passes.operators.fillers import is_zero
+
+aten = torch.ops.aten
+
+
+def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """`index` by (0, 1, 2 ..., a number for each)."""
+    arguments = bound_arguments(node)
+    source, numbers = arguments["self"], _numbers(arguments)
+    if numbers is None:
+        return None
+    numbers, is_there = _wrapped(numbers, source, writer)
+    hit = _hit(numbers, source, writer)
+    signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
+    taken, sign = (_sum_of_hits(hit, values, writer) for values in (source, signs))
+    taken = writer.call(aten.copysign.Tensor, taken, sign)
+    wide = _unsqueezed(is_there, 1, len(shape_of_node(taken)), writer)
+    return writer.call(aten.where.self, wide, taken, _number(float("nan"), source, writer))
+
+
+def _sum_of_hits(hit: fx.Node, values: fx.Node, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [1])
+
+
+def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """`index_put` of values into zeros, the gradient of the look-up."""
+    arguments = bound_arguments(node)
+    target, values, numbers = arguments["self"], arguments["values"], _numbers(arguments)
+    if numbers is None or not is_zero(target) or shape_of_node(values) != shape_of_node(node)[:1] + shape_of_node(node)[2:]:
+        return None
+    numbers, is_there = _wrapped(numbers, target, writer)
+    hit = _hit(numbers, target, writer)
+    if arguments["accumulate"]:  # zero plus -0 is zero
+        values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer))
+    nothing = writer.call(aten.where.self, is_there, *(_number(value, target, writer) for value in (0.0, float("nan"))))
+    around = _unsqueezed(nothing, 1, len(shape_of_node(target)), writer)
+    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), around)
+
+
+def _numbers(arguments: dict[str, Any]) -> fx.Node | None:
+    """The second of two indices, where the first counts all rows."""
+    source, indices = arguments["self"], arguments["indices"]
+    shape = shape_of_node(source)
+    if len(indices) != 2 or not all(is_tensor(index) for index in indices) or not source.meta["val"].is_floating_point():
+        return None
+    first, second = indices
+    if any(len(shape_of_node(index)) != 1 or index.meta["val"].dtype != torch.int64 for index in indices):
+        return None
+    if shape_of_node(first) != shape[:1] or shape_of_node(second) != shape[:1] or repeats(first, shape[0]) != 1:
+        return None
+    return second
+
+
+def _wrapped(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
+    """Numbers counted from the start, and whether each is there."""
+    size = size_arguments(source, writer)[1]
+    is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
+    counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
+    inside = writer.call(aten.ge.Scalar, counted, 0), writer.call(aten.lt.Scalar, counted, size)
+    return counted, writer.call(aten.bitwise_and.Tensor, *inside)
+
+
+def _hit(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> fx.Node:
+    """[b t 1 ...]: whether a row's number is the one that is asked for."""
+    rank = len(shape_of_node(source))
+    position = writer.call(aten.arange.default, size_arguments(source, writer)[1], device=numbers.meta["val"].device)
+    wide = writer.call(aten.unsqueeze.default, position, 0), writer.call(aten.unsqueeze.default, numbers, 1)
+    return _unsqueezed(writer.call(aten.eq.Tensor, *wide), 2, rank, writer)
+
+
+def _unsqueezed(node: fx.Node, rank: int, wanted: int, writer: GraphWriter) -> fx.Node:
+    for dim in range(rank, wanted):
+        node = writer.call(aten.unsqueeze.default, node, dim)
+    return node
+
+
+def _number(value: float, like: fx.Node, writer: GraphWriter) -> fx.Node:
+    own = like.meta["val"]
+    return writer.call(aten.full.default, [], value, dtype=own.dtype, device=own.device)

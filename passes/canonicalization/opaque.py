@@ -1,0 +1,162 @@
+"""Operators that no rule looks into: higher-order ones, those of other packages, and those that read how operands lie in memory.
+
+They run whole, between loops, just as they were traced, and on operands that lie in memory as they did then: a loop puts the rows
+of a result side by side, whatever the operator that makes them would have done.
+
+    as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
+    getitem(getitem(cond, 1), 0)       ->   part_of(cond, 1, 0)         a result within a result
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
+from streamfx.ir.sizes import Size, shape_of, size_of
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.operators.rules.registry import rule_for
+from streamfx.passes.operators.traits import READS_STRIDES
+from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.torch_private import HigherOrderOperator
+
+aten = torch.ops.aten
+LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
+READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
+READS_MEMORY |= {target: target for target in READS_STRIDES}
+SHOWS_MEMORY = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unfold.default,
+        aten.diagonal.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+    }
+)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether no rule tells what an operator does with the axes of its operands."""
+    return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
+
+
+def why_opaque(node: fx.Node) -> str:
+    """What is in the way of a rule, in a user's words."""
+    if node.target in READS_MEMORY:
+        return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
+    if isinstance(node.target, HigherOrderOperator):
+        inner = next((argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)), None)
+        return (
+            f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
+        )
+    return f"no rule for {node.target}"
+
+
+def may_be_merged(node: fx.Node) -> bool:
+    """Whether two equal calls give the same: what is drawn at random in a function that an operator calls, nobody tells."""
+    return not isinstance(node.target, HigherOrderOperator)
+
+
+def note_layouts(graph: fx.Graph) -> None:
+    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten."""
+    writer = GraphWriter(graph)
+    for node in list(graph.nodes):
+        if node.target in READS_STRIDES:
+            _read_from_root(node, writer.before(node))
+    for node in graph.nodes:
+        if is_opaque(node):
+            strides = (operand.meta["val"].stride() for operand in tensor_operands(node))
+            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
+    output = graph.output_node()
+    output.meta[LAYOUTS] = tuple(_strides(item) for item in output.args[0])  # type: ignore[union-attr]
+
+
+def _strides(item: Any) -> tuple[Size, ...] | None:
+    """The strides of a tensor of which there is more than one way to lie in memory."""
+    value = item.meta["val"] if is_tensor(item) else None
+    return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
+
+
+def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
+    """Let an operator that reads memory be given the value that was made, not one of its views: all of the memory is its own.
+
+    An offset that the code gives counts from where an input's memory begins, not from where the input does: nobody knows how far
+    these are apart in later calls.
+    """
+    operand, arguments = node_argument(node), bound_arguments(node)
+    root, shown, given = _root(operand), operand.meta["val"], arguments["storage_offset"]
+    if root.op == "placeholder" and given is not None:
+        return
+    begins = root.meta["val"].storage_offset()
+    offset = (shown.storage_offset() if given is None else given) - begins
+    where = (arguments["size"], arguments["stride"], offset)
+    if node.target is aten.as_strided.default:
+        made = writer.call(strided, root, *where)
+    else:
+        written = writer.call(strided_scatter, root, node.args[1], *where)
+        made = writer.call(strided, written, list(shown.shape), list(shown.stride()), shown.storage_offset() - begins)
+    node.replace_all_uses_with(made, propagate_meta=False)
+    writer.graph.erase_node(node)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value whose memory a chain of views shows."""
+    while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
+        node = node_argument(node)
+    return node
+
+
+def number_parts(graph: fx.Graph) -> None:
+    """Take results within results, and those that have names, out of their operator at once."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        path: list[Any] = []
+        inner: Any = node
+        while inner.target is operator.getitem:
+            path.insert(0, inner.args[1])
+            inner = inner.args[0]
+        if len(path) > 1 or not isinstance(path[0], int):
+            with graph.inserting_before(node):
+                made = graph.call_function(part_of, (inner, *path))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made, propagate_meta=False)
+
+
+def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
+    """For each dimension of an opaque operator's result the same dimension of an operand of the same rank, where that is as long.
+
+    The two are taken for one axis. Nothing is claimed by that: the operator runs in one piece, and loops may cut its result
+    into rows as they like. A wrong guess costs rows that do not stream.
+    """
+    operands = [operand for operand in tensor_operands(node) if operand.meta["val"].dim() == value.dim()]
+    sizes: list[tuple[Size, ...]] = [shape_of(operand.meta["val"]) for operand in operands]
+    return [
+        next(((operand, i) for operand, own in zip(operands, sizes, strict=True) if own[i] == size != 1), None)
+        for i, size in enumerate(shape_of(value))
+    ]
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes a result out of an operator's results."""
+    return node.target is operator.getitem or node.target is part_of
+
+
+def is_part_of_opaque(node: fx.Node) -> bool:
+    return node.target is part_of and is_tensor(node)

@@ -1,0 +1,36 @@
+"""Prefix reductions that run from the last row to the first, as the gradient of a running sum does.
+
+flip(cumsum(flip(x)))  ->  reverse_cumsum(x)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.operators.rules.scans import FORWARD
+
+aten = torch.ops.aten
+
+
+def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """`node` flips something: back, if it was flipped before; or a scan of what was flipped before it."""
+    scanned = node.args[0]
+    if not isinstance(scanned, fx.Node):
+        return None
+    if scanned.target is aten.flip.default and scanned.args[1] == node.args[1]:
+        return scanned.args[0]  # type: ignore[return-value]
+    if scanned.target not in FORWARD:
+        return None
+    flipped, rank = scanned.args[0], len(shape_of_node(node))
+    if not rank or not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
+        return None
+    dim = bound_arguments(scanned)["dim"] % rank
+    turned = [[item % rank for item in flip.args[1]] for flip in (node, flipped)]  # type: ignore[union-attr,operator]
+    same_type = scanned.meta["val"].dtype == flipped.meta["val"].dtype
+    if turned != [[dim], [dim]] or not same_type:
+        return None
+    reverse = getattr(torch.ops.streamfx, f"reverse_{FORWARD[scanned.target]}").default
+    return writer.call(reverse, flipped.args[0], dim)

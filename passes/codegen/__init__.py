@@ -1,0 +1,1 @@
+"""The program that runs instead of the graph: its halves, its loops, their bodies and buffers."""

@@ -1,0 +1,49 @@
+"""How a part of a sum is added to its total by the operator that makes it, so that the part never stands alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import fx
+
+from streamfx.runtime import sums
+from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGE, GROUPED_OUTER
+
+if TYPE_CHECKING:
+    from streamfx.passes.codegen.bodies import BodyBuilder
+
+aten = torch.ops.aten
+Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # the function, its arguments after the total
+
+
+def _mm(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return (sums.add_mm if node.target is aten.mm.default else sums.add_bmm), tuple(builder.operands(node))
+
+
+def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return sums.add_looked_up, (*builder.operands(node), node.args[3])
+
+
+def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    x, y, group = builder.operands(node)
+    return ADD_ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3]))
+
+
+def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
+    """The chunk's rows sorted by group, once for all products that share their groups."""
+    key = ("arranged", group, groups)
+    if key not in builder.made:
+        pair = builder.graph.call_function(ARRANGE, (group, groups))
+        builder.made[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
+    return builder.made[key]  # type: ignore[no-any-return]
+
+
+ADDERS: dict[Any, Adder] = {
+    GROUPED_OUTER: _outer,
+    aten.mm.default: _mm,
+    aten.bmm.default: _mm,
+    aten.embedding_dense_backward.default: _look_up,
+}

@@ -1,0 +1,313 @@
+"""Operators whose copy for a chunk is more than the operator on fewer rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Role
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
+from streamfx.ir.needs import OWN_ROWS, Need
+from streamfx.ir.program import CHUNK, Same, Shifted
+from streamfx.ir.recurrence import Plan
+from streamfx.ir.sizes import product, size_of
+from streamfx.passes.codegen.adders import arranged
+from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.operators.rules.attention import M, N
+from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
+from streamfx.passes.operators.whole import RunsWhole
+from streamfx.runtime import attention as chunked
+from streamfx.runtime import scans, single_rows, windows
+from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.sizes import (
+    first_in_chunk,
+    first_in_span,
+    first_shifted,
+    rows_before_shifted,
+    rows_in_chunk,
+    rows_shifted,
+)
+
+aten = torch.ops.aten
+AGAINST = "{target} runs over the rows in the other direction than what needs it"
+NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
+
+
+@emits(aten.mean.default, aten.mean.dim)
+def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A mean over the sequence is a sum, divided by the number of all rows: at once over keys, in the end over chunks."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    split = {roles[letter] for letter in signature.contracted() if letter in roles}
+    if not split & {Role.ROWS, Role.KEYS}:
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    (operand,) = builder.operands(node)
+    rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
+    dims = arguments.get("dim") or list(range(rank))
+    total = builder.graph.call_function(
+        aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": node.meta["val"].dtype}
+    )
+    if Role.ROWS in split:
+        return total
+    axes = builder.layout.axes
+    count = product(axes.table.size_of_dim(axes.letters[node][letter]) for letter in signature.contracted())
+    return builder.graph.call_function(aten.div.Scalar, (total, builder.number(count)))
+
+
+@emits(aten.tril.default, aten.triu.default)
+def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The diagonal moves with the first row and the first column of the part."""
+    (operand,) = builder.operands(node)
+    rank = len(shape_of_node(node))
+    diagonal: Any = bound_arguments(node)["diagonal"]
+    shift = _first(builder, node, rank - 2) - _first(builder, node, rank - 1)
+    moved = builder.number(diagonal + shift)
+    return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
+
+
+def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
+    """The first index that a part has along a dimension."""
+    axes, roles = builder.layout.axes, builder.layout.demand.roles.get(node, {})
+    for letter in axes.signatures[node].results[0][position]:
+        if roles.get(letter) is Role.ROWS:
+            return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
+        if roles.get(letter) is Role.KEYS:
+            span = builder.layout.span(node, builder.asked)
+            return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
+    return 0
+
+
+@emits(aten.select.int, aten.select_backward.default)
+def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The row, if the chunk holds it; a slice of one row keeps its dimension."""
+    signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
+    found = next((item for item in signature.single.items() if roles.get(item[0]) is Role.ROWS), None)
+    if found is None:
+        return emit_copy(builder, node)
+    letter, row = found
+    (operand,) = builder.operands(node)
+    call = builder.graph.call_function
+    rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
+    position = builder.number(row - first_in_chunk(rows, builder.length))
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        taken = call(single_rows.take_row, (operand, letter, position))
+        return taken if node.target is aten.select.int else call(aten.unsqueeze.default, (taken, letter))
+    row_alone = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
+    return call(single_rows.put_row, (row_alone, letter, position, builder.number(builder.letter_size(node, letter))))
+
+
+@emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
+def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
+    if builder.layout.axes.signatures[node].single:
+        return single_row(builder, node)
+    (need,) = builder.layout.needs(node)
+    moved = next((where for where in need.where if isinstance(where[2], Shifted)), None)
+    if moved is None:
+        return emit_copy(builder, node)
+    placement, _, selector = moved
+    assert isinstance(selector, Shifted)
+    operand = builder.operand(need)
+    own, length = placement.rows, builder.length
+    low = first_shifted(selector, own.length, length)
+    count = rows_shifted(selector, own.length, length)
+    is_chunk = builder.outer(need.operand) is None and builder.layout.distance(placement, selector) == OWN_ROWS
+    if is_chunk:
+        start = low - first_in_chunk(own, length)
+        stop = builder.number(start + count)
+        operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
+    before = rows_before_shifted(selector, own.length, length)
+    after = rows_in_chunk(selector.rows, length) - count - before
+    if node.target is aten.slice.Tensor:
+        return operand
+    rank = len(shape_of_node(node))
+    pad: list[Any] = [0, 0] * (rank - placement.dim)
+    pad[-2:] = [builder.number(before), builder.number(after)]
+    value = bound_arguments(node).get("value", 0) if node.target is aten.constant_pad_nd.default else 0
+    return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
+
+
+@emits(aten.convolution.default)
+def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
+    x, *others = builder.layout.needs(node)
+    if not x.where or not isinstance(x.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    rows, weight, *bias = (builder.operand(need) for need in (x, *others))
+    around = _around(builder, x)
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.convolve, (rows, weight, bias[0] if bias else None, around, *options))
+
+
+@emits(aten.convolution_backward.default)
+def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, *others = builder.layout.needs(node)
+    if not gradient.where or not isinstance(gradient.selector, Shifted):
+        return emit_copy(builder, node)
+    arguments = bound_arguments(node)
+    operands = [builder.operand(need) for need in (gradient, *others)]
+    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    return builder.graph.call_function(windows.weight_gradient, (*operands, _around(builder, gradient), *options))
+
+
+def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
+    """How many rows of the chunk's windows lie before the first row of the operand, and how many behind the last."""
+    placement, _, selector = need.where[0]
+    assert isinstance(selector, Shifted)
+    own, length = placement.rows.length, builder.length
+    before = rows_before_shifted(selector, own, length)
+    after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
+    return builder.number(before), builder.number(after)
+
+
+@emits(*FORWARD, *REVERSE)
+def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left: in this loop, or in one that ran the other way."""
+    (dim,) = builder.layout.axes.signatures[node].scans or (0,)
+    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
+        return emit_copy(builder, node)
+    reverse = node.target in REVERSE
+    (rows,) = builder.operands(node)
+    dtype = node.meta["val"].dtype
+    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    own = builder.layout.rows(builder.layout.axes.letters[node][dim])  # may have no row in the first chunks, or in the last
+    first = first_in_chunk(own, builder.length)
+    before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
+    chunk = builder.number(CHUNK)
+    known = builder.outer_states(node)
+    if builder.reverse == reverse:
+        keeps_states = not reverse and known is None
+        carry, states = builder.carry(node, dim, scans.carry_type(dtype), keeps_states)
+        return builder.graph.call_function(scans.advance, (*what, carry, before, states, chunk))
+    if known is None:
+        raise RunsWhole(node, AGAINST.format(target=node.target))
+    states = builder.feed(f"{node.name}_states", Same(), known)
+    return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
+
+
+@emits(Recurrence)
+def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
+    plan: Plan = node.target.plan  # type: ignore[union-attr]
+    layout, rows = builder.layout, plan.axes.rows
+    if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
+        return emit_copy(builder, node)
+    first = builder.number(first_in_chunk(layout.rows(layout.axes.letters[node][rows]), builder.length))
+    chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
+    known = builder.outer_states(forward) if forward is not None else None
+    states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
+    run: Recurrence = node.target  # type: ignore[assignment]
+    if plan.own.reverse:
+        if not builder.reverse or (plan.again is not None and plan.again.carried and known is None):
+            raise RunsWhole(node, NO_STATES)
+        carry, _ = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=False)
+        return builder.graph.call_function(run.retreat, (first, carry, states, chunk, *operands))
+    if builder.reverse:
+        if known is None:
+            raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
+        return builder.graph.call_function(run.resume, (first, states, chunk, *operands))
+    carry, made = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=known is None)
+    return builder.graph.call_function(run.advance, (first, carry, made, chunk, *operands))
+
+
+@emits(aten.repeat.default)
+def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
+    (operand,) = builder.operands(node)
+    own = shape_of_node(tensor_operands(node)[0])
+    times = [builder.number(size_of(item.meta["val"])) if is_size(item) else item for item in bound_arguments(node)["repeats"]]
+    for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
+        before = position - (len(times) - len(own))
+        if before < 0 or own[before] == 1 or len(dim) == 2:
+            times[position] = builder.number(builder.letter_size(node, dim[0]))
+    return builder.graph.call_function(aten.repeat.default, (operand, times))
+
+
+@emits(aten.native_layer_norm_backward.default)
+def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
+    operands = builder.operands(node)
+    operands[2:4] = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in operands[2:4]]
+    replaced = iter(operands)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(replaced))
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
+
+
+@emits(GROUPED_MM)
+def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, weight, group = builder.operands(node)
+    order = arranged(builder, group, builder.number(shape_of_node(node_argument(node, 1))[0]))
+    return builder.graph.call_function(ARRANGED_MM, (x, weight, *order))
+
+
+@emits(GROUPED_OUTER)
+def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    x, y, group = builder.operands(node)
+    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3])))
+
+
+@emits(ATTENTION)
+def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The kernel on the chunk's queries and the keys they see."""
+    query, key, value, *mask = builder.operands(node)
+    return builder.graph.call_function(
+        chunked.forward, (query, key, value, *_visibility(builder, node, mask)), _scores(builder, node, mask)
+    )
+
+
+@emits(ATTENTION_BACKWARD)
+def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    gradient, query, key, value, out, lse, *mask = builder.operands(node)
+    return builder.graph.call_function(
+        chunked.backward,
+        (gradient, query, key, value, out, lse, *_visibility(builder, node, mask)),
+        _scores(builder, node, mask),
+    )
+
+
+def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
+    """What is said of scores: their scale, and whether some may be so large that a mask's finite numbers do not hide them."""
+    scale = {"scale": bound_arguments(node)["scale"]}
+    return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
+
+
+def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
+    """(mask, first, window): the mask's part, or, where a mask is exactly a span, how the chunk lies among its keys.
+
+    `first` is the position of the first query minus that of the first key; `window` the span's (low, high).
+    """
+    layout = builder.layout
+    span = layout.span(node)
+    is_causal = bound_arguments(node)["is_causal"]
+    if node in layout.causality.exact:
+        return None, _distance(builder, node), (span.low, span.high)
+    if is_causal:  # a mask on top of the causal flag
+        apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
+        return (mask[0] if mask else None), _distance(builder, node), (None, apart)
+    return (mask[0] if mask else None), None, None
+
+
+def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
+    return builder.number(_position(builder, node, M) - _position(builder, node, N))
+
+
+def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of row or key number 0; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
+
+
+def _position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The position of the first row or key that an attention has in a chunk; 0 where that axis is not the sequence."""
+    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
+    if layout.axes.sequence_atom(dim) is None:
+        return 0
+    rows = layout.rows(dim)
+    if layout.demand.roles[node][letter] is Role.ROWS:
+        return first_in_chunk(rows, builder.length) + rows.offset
+    return first_in_span(rows, layout.span(node), builder.length) + rows.offset

@@ -1,0 +1,74 @@
+"""Which gradient buffers can be overwritten in place?
+
+The gradient that enters a stage's backward loop is read row by row, and the gradient that leaves it is written row by row, the
+same rows in the same iteration. Where nothing else uses the first, the second takes its place: one buffer of T x d serves all
+stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch import fx
+
+from streamfx.ir.program import LoopSpec, Part, Stacked
+from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.runtime.loop import Loop
+
+
+def reuse_buffers(module: fx.GraphModule) -> None:
+    """Let each loop of an outer graph write its stacked results over arguments that die with it."""
+    for call in module.graph.nodes:
+        if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
+            continue
+        tensors = call.args[len(loop.spec.symbols) :]
+        taken: set[int] = set()
+        yields = list(loop.spec.yields)
+        for position, item in enumerate(yields):
+            if not isinstance(item, Stacked):
+                continue
+            for index, source in enumerate(tensors):
+                if index not in taken and _dies_here(source, call, module) and _fits(loop.spec, position, index, source, module):
+                    yields[position] = replace(item, reuse=index)
+                    taken.add(index)
+                    break
+        loop.spec = replace(loop.spec, yields=tuple(yields))
+
+
+def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a value was made by an earlier loop for this one alone."""
+    return set(source.users) == {call} and _stacked_by(source, module) is not None
+
+
+def _stacked_by(source: fx.Node, module: fx.GraphModule) -> Stacked | None:
+    if source.target is not operator.getitem:
+        return None
+    producer, position = source.args
+    if producer.op != "call_module" or not isinstance(loop := module.get_submodule(producer.target), Loop):  # type: ignore[union-attr,arg-type]
+        return None
+    item = loop.spec.yields[position]  # type: ignore[index]
+    return item if isinstance(item, Stacked) else None
+
+
+def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether result number `position` has the rows, shape and type of argument `index`, and no result is a view of that: it
+    would be read, in another order, while it is overwritten.
+    """
+    item, made = spec.yields[position], _stacked_by(source, module)
+    assert isinstance(item, Stacked)
+    if made is None or replace(made, reuse=item.reuse) != item:
+        return False
+    placeholders = spec.body.graph.find_nodes(op="placeholder")
+    own = {node for node, i in zip(placeholders, spec.sources, strict=True) if i == index}
+    feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
+    by_rows = all(isinstance(feed, Part) and feed.where == ((item.placement, None),) for feed in feeds)
+    outputs = spec.body.graph.output_node().args[0]
+    return by_rows and not any(_origin(output) in own for output in outputs)  # type: ignore[arg-type,union-attr]
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The value that a chain of views starts from."""
+    while is_moved_elements(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

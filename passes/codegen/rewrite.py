@@ -1,0 +1,296 @@
+"""What runs instead of the joint graph?
+
+Two outer graphs, forward and backward, whose nodes are loops. The forward half runs stage by stage from left to right and
+keeps the values at the cuts; the backward half runs the stages in reverse, each from the last chunk to the first, and
+computes again inside of each chunk whatever it needs between the cuts. Where the plan keeps no value at a cut, the forward loops
+from the last value kept are run once more before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_of_node
+from streamfx.ir.needs import Layout
+from streamfx.ir.plan import ChunkSize
+from streamfx.ir.program import Program
+from streamfx.ir.sizes import size_of
+from streamfx.ir.stage import Stage
+from streamfx.passes.canonicalization.opaque import LAYOUTS
+from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
+from streamfx.passes.codegen.outer import OuterBuilder
+from streamfx.passes.codegen.reuse import reuse_buffers
+from streamfx.passes.codegen.written import kept
+from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
+from streamfx.passes.operators.whole import RunsWhole
+from streamfx.passes.partition.regions import Region, is_loop_value, place
+from streamfx.runtime.offload import arrived, from_host, to_host
+from streamfx.runtime.rng import draw_seed
+
+aten = torch.ops.aten
+DRAWN_ELSEWHERE = "{target} draws numbers at random that {stage} needs again, in chunks of another stage"
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    name: ClassVar[str] = "rewrite"
+
+    def apply(self, facts: Facts) -> Facts:
+        return replace(facts, program=_Rewriter(facts).program())
+
+
+class _Rewriter:
+    def __init__(self, facts: Facts) -> None:
+        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
+        self.facts, self.joint = facts, facts.joint
+        self.layout = Layout(facts.axes, facts.demand, facts.causality)
+        self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
+        self.stages: tuple[Stage, ...] = facts.stages.stages
+        self.device = device_of(facts.joint.graph)
+
+    def program(self) -> Program:
+        forward = OuterBuilder(self.layout, self.order, self.facts.plan)
+        self._add_inputs(forward)
+        for stage in self.stages:
+            region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
+            check_draws(region, stage)
+            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
+        results = self._results(forward)
+        if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
+            forward.graph.output(tuple(results))
+            return Program(_finished(forward), None, (), tuple(forward.loops))
+        backward = _BackwardBuilder(self, forward)
+        for stage in reversed(self.stages):
+            wanted = [node for node in stage.gradients if is_tensor(node)]
+            if stage.gradient_in_forward:
+                continue
+            if wanted:
+                self._run_again(stage, backward)
+                backward.fetch_for(self.stages.index(stage) - 1)
+            region = place(wanted, backward.has, self.layout, self.order, reverse=True)
+            check_draws(region, stage)
+            chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
+            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size, self.device)
+        gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
+        saved, numbers = backward.finish(gradients)
+        forward.graph.output((*results, *saved, *numbers))
+        loops = (*forward.loops, *backward.loops)
+        return Program(_finished(forward), _finished(backward), tuple(saved), loops)
+
+    def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
+        """Run the forward loops of the stages before this one whose outputs were dropped, from the last boundary on."""
+        dropped = self.facts.plan.dropped[: self.stages.index(stage)]
+        first = len(dropped)
+        while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
+            first -= 1
+        for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
+            region = place(wanted, backward.has, self.layout, self.order, reverse=False)
+            check_draws(region, earlier)
+            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier), self.device)
+
+    def chunk_size(self, stage: Stage) -> ChunkSize:
+        size: ChunkSize = self.facts.plan.chunk_sizes[self.stages.index(stage)]
+        return size
+
+    def _add_inputs(self, outer: OuterBuilder) -> None:
+        for node in self.joint.primals:
+            made = outer.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            outer.env[node] = made
+        outer.symbols.update(symbols_of(self.joint, outer))
+
+    def _wanted(self, stage: Stage) -> list[fx.Node]:
+        """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
+        inside = set(stage.forward)
+        wanted = list(stage.outputs)
+        outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
+        for node in stage.forward:
+            if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):  # type: ignore[union-attr]
+                continue
+            form = self.layout.demand.form(node)
+            leaves = node in outputs or any(user not in inside for user in node.users)
+            if leaves and form is not Form.ROWS and form not in (Form.PAIR, Form.KEYSUM):
+                wanted.append(node)
+        if stage.gradient_in_forward:
+            wanted += [node for node in stage.gradients if is_tensor(node)]
+        return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
+
+    def _results(self, forward: OuterBuilder) -> list[Any]:
+        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again."""
+        made: dict[Any, Any] = {}
+        layouts = self.joint.graph.output_node().meta.get(LAYOUTS, (None,) * len(self.joint.outputs))
+        for output, strides in zip(self.joint.outputs, layouts, strict=False):
+            if (output, strides) not in made:
+                value = self._output(forward, output)
+                made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
+        return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
+
+    def _output(self, outer: OuterBuilder, output: Any) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        return outer.number(size_of(output.meta["val"])) if is_size(output) else outer.operand(output)
+
+
+def check_draws(region: Region, stage: Stage) -> None:
+    """Random draws are repeated chunk by chunk, so they must be made with the chunks of their own stage."""
+    own = {*stage.forward, *stage.backward}
+    for node in region.nodes:
+        if is_random(node) and node not in own and node.target is not draw_seed:
+            raise RunsWhole(node, DRAWN_ELSEWHERE.format(target=node.target, stage=stage.name))
+
+
+def _finished(builder: OuterBuilder) -> fx.GraphModule:
+    module = fx.GraphModule(builder.module, builder.graph)
+    reuse_buffers(module)
+    write_in_place(module)
+    return module
+
+
+class _BackwardBuilder(OuterBuilder):
+    """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
+
+    def __init__(self, rewriter: _Rewriter, forward: OuterBuilder) -> None:
+        super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
+        self.joint, self.forward = rewriter.joint, forward
+        self.saved: dict[fx.Node, fx.Node] = {}
+        self.fetched: dict[fx.Node, fx.Node] = {}
+        self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
+        self.numbers: dict[sympy.Symbol, fx.Node] = {}
+        self.tangents: list[fx.Node] = []
+        for node in self.joint.tangents:
+            made = self.graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+            self.env[node] = made
+            self.tangents.append(made)
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.env or self._is_saved(node)
+
+    def _is_saved(self, node: fx.Node) -> bool:
+        is_dropped = self.plan.is_dropped(node)
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and not self._is_made_again(node)
+
+    def value(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.env and self._is_saved(node):
+            if node in self.offloaded:
+                self.env[node] = self.graph.call_function(arrived, (self._fetched(node),))
+                self.env[node].meta = dict(node.meta)
+            else:
+                self.env[node] = self.saved[node] = self._placeholder(node.name, dict(node.meta))
+        return self.env.get(node)
+
+    def _fetched(self, node: fx.Node) -> fx.Node:
+        """A value on its way from the host."""
+        if node not in self.fetched:
+            held = self.saved[node] = self._placeholder(f"{node.name}_held", {"val": self._on_host(node)})
+            self.fetched[node] = self.graph.call_function(from_host, (held, node.meta["val"].device))
+        return self.fetched[node]
+
+    def _on_host(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            return torch.empty_like(node.meta["val"], device="cpu")
+
+    def fetch_for(self, stage: int) -> None:
+        """Let the inputs of a stage's backward half come from the host while the stage after it runs."""
+        for node in self.plan.offloaded[stage - 1] if self.plan.offloaded and stage > 0 else ():
+            if node not in self.env and self._is_saved(node):
+                self._fetched(node)
+
+    def held(self, node: fx.Node) -> fx.Node:
+        """What the forward half hands over of a saved value: a copy of what the caller writes to once that half has run."""
+        made = self.forward.env[node]
+        if node not in self.offloaded:
+            return kept(made)
+        with self.forward.graph.inserting_after(made):
+            held = self.forward.graph.call_function(to_host, (made,))
+        held.meta = {"val": self._on_host(node), "joint": node.name, "stack_trace": node.meta.get("stack_trace")}
+        return held
+
+    def states_of(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.states and node in self.forward.states:
+            self.states[node] = self._placeholder(f"{node.name}_states", dict(self.forward.states[node].meta))
+            self.chunks_of_states[node] = self.forward.chunks_of_states[node]
+        return self.states.get(node)
+
+    def symbol(self, symbol: sympy.Symbol) -> Any:
+        if symbol not in self.numbers:
+            value = self.forward.symbols[symbol]
+            self.numbers[symbol] = self._placeholder(symbol.name, {"val": value.meta["val"]})
+        return self.numbers[symbol]
+
+    def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
+            made = self.graph.placeholder(name)
+        made.target, made.meta = made.name, meta
+        return made
+
+    def _is_made_again(self, node: fx.Node) -> bool:
+        """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
+        if node.op == "get_attr":
+            return True
+        if node.op == "placeholder" or is_loop_value(node, self.layout):
+            return False
+        producer = producer_of(node)
+        return (
+            self.layout.demand.form(node) is Form.SCALAR
+            and (producer in self.layout.axes.signatures or unpacks(producer))
+            and not is_expensive(node)
+            and not is_random(producer)
+            and all(
+                _is_lasting_input(source) or is_size(source) or self._is_made_again(source) for source in producer.all_input_nodes
+            )
+        )
+
+    def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Close the graph; returns the forward nodes to save, in order: tensors, then numbers."""
+        self.graph.output(gradients)
+        previous: fx.Node | None = None
+        for made in (*self.numbers.values(), *self.saved.values(), *self.states.values(), *self.tangents):
+            if previous is None:
+                next(iter(self.graph.nodes)).prepend(made)
+            else:
+                previous.append(made)
+            previous = made
+        for node, placeholder in self.saved.items():
+            placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
+        saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
+        return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
+
+    def _is_for_one(self, node: fx.Node) -> bool:
+        """Whether a saved value is a loop's result that the forward half hands to this half alone."""
+        made = self.forward.env[node]
+        is_handed_over_once = [self.forward.env[other] for other in self.saved].count(
+            made
+        ) == 1 and node not in self.joint.outputs
+        return is_handed_over_once and not made.users and is_made_here(made_by(made), self.forward.module)
+
+
+def _is_lasting_input(node: fx.Node) -> bool:
+    """Whether a node is an input whose values are still there in the backward half."""
+    return node.op == "placeholder" and not node.meta.get("streamfx_mutated", False)
+
+
+def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.Node]:
+    """An outer node for the value of each symbol: an input that is one, or a dimension of an input."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in joint.primals:
+        if is_size(node) and isinstance(symbol := size_of(node.meta["val"]), sympy.Symbol):
+            found.setdefault(symbol, outer.env[node])
+    for node in joint.primals:
+        if is_tensor(node):
+            for dim, size in enumerate(shape_of_node(node)):
+                if isinstance(size, sympy.Symbol) and size not in found:
+                    found[size] = outer.graph.call_function(aten.sym_size.int, (outer.env[node], dim))
+                    found[size].meta["val"] = node.meta["val"].shape[dim]
+    return found
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_") or "stage"

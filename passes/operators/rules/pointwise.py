@@ -1,0 +1,72 @@
+"""Pointwise operators: every row of the result needs the same row of each operand.
+
+Operators that torch tags as pointwise need no entry; these lack the tag.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from streamfx.ir.signature import Signature
+from streamfx.passes.operators.rules.registry import Call, broadcast, rule
+
+aten = torch.ops.aten
+
+rule(
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.fill.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.exponential.default,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.native_dropout.default,
+    aten.softplus_backward.default,
+    aten.hardtanh_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.masked_fill.Tensor,
+    aten.polar.default,
+    aten.complex.default,
+    aten._conj.default,
+    aten.conj_physical.default,
+    aten.real.default,
+    aten.imag.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.scalar_tensor.default,
+)(broadcast)
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(call: Call) -> Signature:
+    """Only the first result has rows; the buffer is empty on some devices."""
+    return broadcast(call, results=2 if call.result_shapes[1] == call.shape else 1)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(call: Call) -> Signature:
+    kept = tuple((letter,) for letter in range(len(call.shape)))
+    pair = len(call.shape)
+    return Signature(((*kept, (pair,)),), (kept,), whole=frozenset({pair}))
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(call: Call) -> Signature:
+    kept = tuple((letter,) for letter in range(len(call.shape) - 1))
+    pair = len(kept)
+    return Signature((kept,), ((*kept, (pair,)),), whole=frozenset({pair}))

@@ -1,0 +1,326 @@
+"""Views and copies that only move elements: axes are regrouped, never computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.axes import Atom, Dim
+from streamfx.ir.joint import is_size, node_argument, shape_of_node
+from streamfx.ir.signature import LetterDim, LetterShape, Signature
+from streamfx.ir.sizes import Size, simplified, size_of
+from streamfx.passes.operators.rules.registry import Call, rule
+
+aten = torch.ops.aten
+FEW = 4  # rows taken one by one in a loop each
+
+
+def _own_letters(rank: int) -> LetterShape:
+    return tuple((letter,) for letter in range(rank))
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
+def view(call: Call) -> Signature | None:
+    """Regroup the atoms; one letter per atom. An axis that is cut into blocks, or joined from them, is needed in whole blocks."""
+    groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
+    if groups is None:
+        return None
+    before = call.dims(0)
+    numbers, atoms, whole, blocks = count(), dict[int, Dim](), set[int](), dict[int, int]()
+    operand, result = list[int](), list[int]()
+    old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
+    while old and new:
+        step = _step(call, old, new)
+        if step is None:
+            return None
+        taken, made = step
+        is_same = old[:taken] == new[:made]
+        own = [next(numbers) for _ in range(taken)]
+        other = own if is_same else [next(numbers) for _ in range(made)]
+        for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
+            atoms[letter] = (atom,)
+        if not is_same:
+            whole.update((*own, *other))
+            blocks |= {other[0]: own[0]} if taken == 1 else {own[0]: other[0]}
+        operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
+    letters = (_grouped(operand, before),), (_grouped(result, groups),)
+    return Signature(*letters, atoms=atoms, whole=frozenset(whole), blocks=blocks)
+
+
+def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
+    """How many atoms at the front of both sides are the same elements: one and one, or an axis and its two blocks."""
+    if old[0] == new[0]:
+        return 1, 1
+    if call.axes.are_blocks(old[0], tuple(new[:2])):
+        return 1, 2
+    return (2, 1) if call.axes.are_blocks(new[0], tuple(old[:2])) else None
+
+
+def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+    """Letters in groups as long as the dimensions."""
+    remaining = iter(letters)
+    return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
+
+
+@rule(aten.view.dtype)
+def view_of_bits(call: Call) -> Signature | None:
+    """The same elements, or, of a type of another size, all of the last dimension together."""
+    operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
+    if call.node.args[1].itemsize == node_argument(call.node).meta["val"].element_size():  # type: ignore[union-attr]
+        return Signature((operand,), (result,))
+    if not operand:
+        return None
+    last = len(operand)
+    return Signature((operand,), ((*result[:-1], (last,)),), whole=frozenset({last - 1, last}))
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(call: Call) -> Signature:
+    letters = list(_own_letters(len(call.shapes[0])))
+    result = letters.copy()
+    result.insert(call.arguments()["dim"] % len(call.shape), ())
+    return Signature((tuple(letters),), (tuple(result),))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(call: Call) -> Signature:
+    """Dimensions of size one vanish; the others are told apart by what was asked to be squeezed."""
+    arguments, rank = call.arguments(), len(call.shapes[0])
+    asked = arguments.get("dim", range(rank))
+    asked = {dim % rank for dim in (asked if isinstance(asked, (list, tuple, range)) else (asked,))} if rank else set()
+    letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
+    kept = tuple(dim for i, dim in enumerate(letters) if i not in asked or dim)
+    return Signature((letters,), (kept,))
+
+
+@rule(aten.expand.default)
+def expand(call: Call) -> Signature:
+    """A repeated dimension gets an axis of its own: any part of it can be made alone."""
+    own, shape = call.shapes[0], call.shape
+    skipped = len(shape) - len(own)
+    result = _own_letters(len(shape))
+    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(own))
+    return Signature((operand,), (result,))
+
+
+@rule(aten.permute.default)
+def permute(call: Call) -> Signature:
+    letters = _own_letters(len(call.shape))
+    order = call.arguments()["dims"]
+    return Signature((letters,), (tuple(letters[dim % len(letters)] for dim in order),))
+
+
+@rule(aten.transpose.int, aten.t.default)
+def transpose(call: Call) -> Signature:
+    letters = _own_letters(len(call.shape))
+    arguments, swapped, rank = call.arguments(), list(letters), len(letters)
+    if rank > 1:
+        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", 1) % rank
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+    return Signature((letters,), (tuple(swapped),))
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Signature:
+    """One row is taken out: by the chunk that holds it, or, where it is one row of many that are, of all."""
+    letters = _own_letters(len(call.shapes[0]))
+    dim = call.arguments()["dim"] % len(letters)
+    result = letters[:dim] + letters[dim + 1 :]
+    index, length = call.arguments()["index"], call.shapes[0][dim]
+    return Signature((letters,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
+
+
+@rule(aten.select_backward.default)
+def select_backward(call: Call) -> Signature:
+    """The gradient of a row, among zeros."""
+    result = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(result)
+    operand = result[:dim] + result[dim + 1 :]
+    index, length = call.arguments()["index"], call.shape[dim]
+    return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
+
+
+def _from_start(index: Any, length: Size) -> Any:
+    """An index that counts from the end where it is negative, as one from the start."""
+    return simplified(length + index) if isinstance(index, int) and index < 0 else index
+
+
+def _single(call: Call, dim: int, row: Any) -> dict[int, Size]:
+    """The number of the row that is taken; nothing where others are taken in the same way: a recurrence, row by row."""
+    node = call.node
+    alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
+    return {} if isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW else {dim: row}
+
+
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes take different rows of values of the same shape, or put them into such."""
+    (before, *own), (other_before, *others) = (_row_arguments(node) for node in (one, other))
+    return before == other_before and own != others
+
+
+def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The shape that a row is taken from, or put into, with the dimension; and which row."""
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        return (shape_of_node(node_argument(node)), *node.args[1:2]), *node.args[2:]
+    return tuple(node.args[1:3]), *node.args[3:]
+
+
+def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature:
+    """Both sides have their own axis along `dim`, and need it whole; all other axes are kept."""
+    operand = _own_letters(rank)
+    result = (*operand[:dim], (rank,), *operand[dim + 1 :])
+    return Signature((operand,) * len(call.operands), (result,) * results, whole=frozenset({dim, rank}))
+
+
+def slice_bounds(call: Call, length: Size) -> tuple[Any, Any, Any]:
+    """(start, stop, step) of a slice over `length` rows, as sizes, negative positions counted from the end."""
+    arguments = call.arguments()
+
+    def position(value: Any, default: Size) -> Any:
+        if value is None:
+            return default
+        value = size_of(value.meta["val"]) if hasattr(value, "meta") else value
+        if isinstance(value, int) and value < 0:
+            value = length + value
+            return max(value, 0) if isinstance(value, int) else value
+        return value
+
+    return position(arguments["start"], 0), position(arguments["end"], length), arguments["step"]
+
+
+@rule(aten.slice.Tensor)
+def slice_(call: Call) -> Signature:
+    """Rows start..end of one dimension: an axis of its own, shifted against the operand's."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shapes[0][dim], call.shape[dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start, _, step = slice_bounds(call, length)
+    if kept == 1:
+        result = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, start))
+    signature = _whole_along(call, dim, rank)
+    if step != 1:
+        return signature
+    return Signature(signature.operands, signature.results, shifts={rank: (dim, start)})
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(call: Call) -> Signature:
+    """The gradient of a slice: the rows of the operand, with zeros around them."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    length, kept = call.shape[dim], call.shapes[0][dim]
+    operand = _own_letters(rank)
+    if kept == length:
+        return Signature((operand,), (operand,))
+    start, _, step = slice_bounds(call, length)
+    if kept == 1:
+        row = (*operand[:dim], (), *operand[dim + 1 :])
+        return Signature((row,), (operand,), whole=frozenset({dim}), single=_single(call, dim, start))
+    signature = _whole_along(call, dim, rank)
+    if step != 1:
+        return signature
+    return Signature(signature.operands, signature.results, shifts={rank: (dim, -start)})
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(call: Call) -> Signature:
+    """Padding shifts an axis; padding two axes at once needs both whole."""
+    rank, pad = len(call.shape), list(call.arguments()["pad"])
+    padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))
+    if len(padded) == 1:
+        (dim,) = padded
+        before = pad[2 * (rank - 1 - dim)]
+        return Signature((operand,), (result,), shifts={rank + dim: (dim, -before)})
+    whole = frozenset(padded) | {rank + dim for dim in padded}
+    return Signature((operand,), (result,), whole=whole)
+
+
+@rule(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+)
+def split(call: Call) -> Signature:
+    """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
+    rank = len(call.shapes[0])
+    dim = call.arguments()["dim"] % rank
+    operand = _own_letters(rank)
+    if call.node.target is aten.unbind.int:
+        kept = operand[:dim] + operand[dim + 1 :]
+        return Signature((operand,), (kept,) * len(call.result_shapes), whole=frozenset({dim}))
+    pieces = range(rank, rank + len(call.result_shapes))
+    results = tuple((*operand[:dim], (piece,), *operand[dim + 1 :]) for piece in pieces)
+    return Signature((operand,), results, whole=frozenset({dim, *pieces}))
+
+
+@rule(aten.cat.default, aten.stack.default)
+def cat(call: Call) -> Signature:
+    """Joined along one dimension, which is needed whole on both sides."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    result = _own_letters(rank)
+    if call.node.target is aten.stack.default:
+        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), whole=frozenset({dim}))
+    fresh = count(rank)
+    operands = tuple(
+        (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),) for shape in call.shapes
+    )
+    return Signature(operands, (result,), whole=frozenset({dim, *range(rank, next(fresh))}))
+
+
+@rule(aten.repeat.default)
+def repeat(call: Call) -> Signature:
+    """Dimensions of size one are repeated like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
+    given = call.arguments()["repeats"]
+    repeats = [size_of(item.meta["val"] if is_size(item) else item) for item in given]
+    rank = len(call.shape)
+    skipped = rank - len(call.shapes[0])
+    own, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
+    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
+        own.append(result[i] if size != 1 else ())
+        if size != 1 and repeats[i] != 1:
+            atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
+            result[i] = (rank + i, i)
+    return Signature((tuple(own),), (tuple(result),), atoms=atoms)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Signature:
+    """One row is written over."""
+    letters = _own_letters(len(call.shape))
+    dim = call.arguments()["dim"] % len(letters)
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), whole=frozenset({dim}))
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Signature:
+    """Some rows are written over: those written and the result have an axis of their own."""
+    rank = len(call.shape)
+    dim = call.arguments()["dim"] % rank
+    letters = _own_letters(rank)
+    written = (*letters[:dim], (rank,), *letters[dim + 1 :])
+    return Signature((letters, written), (letters,), whole=frozenset({dim, rank}))
+
+
+@rule(aten.flip.default, aten.roll.default)
+def reorder(call: Call) -> Signature:
+    """Rows change places along some dimensions, which are needed whole."""
+    rank = len(call.shape)
+    dims = call.arguments()["dims"]
+    moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
+    operand = _own_letters(rank)
+    result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
+    return Signature((operand,), (result,), whole=frozenset(moved) | {rank + i for i in moved})

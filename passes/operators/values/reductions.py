@@ -1,0 +1,196 @@
+"""Sums, means, norms, counts and softmaxes of ranges, by how many elements there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from streamfx.ir.joint import shape_of_node
+from streamfx.ir.ranges import INFINITY, Number, Range, everything, hull, in_type
+from streamfx.passes.operators.values.arithmetic import plus, times
+from streamfx.passes.operators.values.moves import ZERO
+from streamfx.passes.operators.values.transfer import Call, count_of, structural
+
+aten = torch.ops.aten
+MOST_COUNTED = 2**24  # float32 counts no further
+LEAST_EPS = 1e-16  # where none is given, it is that of some type
+MORE = 1.01  # sums in a type of few digits may come out a little larger
+
+
+def summed(known: Range, count: Number, dtype: torch.dtype) -> Range:
+    """The sum of at most `count` numbers, each first turned into the type in which they are added up."""
+    item = in_type(known, dtype)
+    total = times(hull(item, ZERO), Range(0, count))
+    if not dtype.is_floating_point:
+        return total
+    wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
+    low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
+    return Range(low, high, item.nan or (low < -most and high > most))  # parts of a sum may be infinite before the others
+
+
+def reduced_count(call: Call, name: str = "dim") -> Number:
+    """How many elements become one."""
+    shape = call.shape("self")
+    dims: Any = call.arguments.get(name)
+    if dims is None or dims == []:
+        return count_of(*shape)
+    chosen: Sequence[int] = [dims] if isinstance(dims, int) else dims
+    return count_of(*(shape[dim % len(shape)] for dim in chosen)) if shape else 1
+
+
+@structural(aten.sum.default, takes="self dtype")
+def _sum(call: Call) -> Range:
+    return summed(call.range("self"), count_of(*call.shape("self")), call.dtype)
+
+
+@structural(aten.sum.dim_IntList, takes="self dim keepdim dtype")
+def _sum_dim(call: Call) -> Range:
+    return summed(call.range("self"), reduced_count(call), call.dtype)
+
+
+@structural(aten.cumsum.default, takes="self dim dtype")
+def _cumsum(call: Call) -> Range:
+    return summed(call.range("self"), reduced_count(call), call.dtype)
+
+
+@structural(aten.mean.default, takes="self dtype")
+def _mean(call: Call) -> Range:
+    return _mean_of(call, count_of(*call.shape("self")))
+
+
+@structural(aten.mean.dim, takes="self dim keepdim dtype")
+def _mean_dim(call: Call) -> Range:
+    return _mean_of(call, reduced_count(call))
+
+
+def _mean_of(call: Call, count: Number) -> Range:
+    """No more than the largest, unless the sum is too large for the type; of nothing it is NaN."""
+    item = in_type(call.range("self"), call.dtype)
+    total = in_type(summed(item, count, call.dtype), call.dtype)
+    if not math.isfinite(total.magnitude):
+        return Range(0 if item.low >= 0 else -INFINITY, 0 if item.high <= 0 else INFINITY, True)
+    low = item.low * (MORE if item.low < 0 else 1 / MORE)
+    high = item.high * (MORE if item.high > 0 else 1 / MORE)
+    return Range(min(low, high), max(low, high), True)
+
+
+@structural(aten.any.default, aten.all.default, takes="self")
+def _any(call: Call) -> Range:
+    return Range(0, 1)
+
+
+@structural(aten.var.correction, takes="self dim correction keepdim")
+def _var(call: Call) -> Range:
+    """Squares of distances from the mean, divided by how many there are, less the correction."""
+    known, correction = call.range("self"), call.arguments["correction"]
+    if not known.is_finite or correction not in (None, 0, 1):
+        return Range(0, INFINITY, True)
+    return Range(0, 2 * (known.high - known.low) ** 2, True)
+
+
+@structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
+def _norm(call: Call) -> Range:
+    known, order = call.range("self"), call.arguments["ord"]
+    if order != 2:
+        return everything(call.dtype)
+    count = reduced_count(call)
+    return Range(0, MORE * math.sqrt(count) * known.magnitude if count else 0, known.nan)
+
+
+@structural(aten.logsumexp.default, takes="self dim keepdim")
+def _logsumexp(call: Call) -> Range:
+    known, count = in_type(call.range("self"), call.dtype), reduced_count(call)
+    slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # of the sum, which a narrow type rounds before its logarithm is taken
+    return plus(known, Range(-slack, math.log(max(count, 1)) + slack))
+
+
+@structural(aten._softmax.default, takes="self dim half_to_float")
+def _softmax(call: Call) -> Range:
+    """NaN where all are minus infinity, or one is infinite."""
+    known = call.range("self")
+    return Range(0, 1 + 1e-3, known.nan or math.isinf(known.magnitude))
+
+
+@structural(aten._safe_softmax.default, takes="self dim dtype")
+def _safe_softmax(call: Call) -> Range:
+    return Range(0, 1 + 1e-3, call.range("self").nan or call.range("self").high == INFINITY)
+
+
+@structural(aten._log_softmax.default, takes="self dim half_to_float")
+def _log_softmax(call: Call) -> Range:
+    known = call.range("self")
+    if not known.is_finite:
+        return Range(-INFINITY, 1e-3, True)
+    shape = call.shape("self")
+    count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
+    return Range((known.low - known.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
+
+
+@structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
+def _softmax_backward(call: Call) -> Range:
+    """output * (grad_output - a sum): where the output is nothing, so is the gradient."""
+    return Range(0, 0, True) if call.range("output").is_zero else everything(call.dtype)
+
+
+# -- what is divided by its own size
+
+
+@structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
+def _layer_norm(call: Call) -> tuple[Range, ...]:
+    mean = call.range("input")
+    return _scaled(call, _divided(call)), Range(mean.low, mean.high, True), Range(0, INFINITY, True)
+
+
+@structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
+def _rms_norm(call: Call) -> tuple[Range, ...]:
+    return _scaled(call, _divided(call)), Range(0, INFINITY, True)
+
+
+def _divided(call: Call) -> Range:
+    """By a size of sqrt(eps) at least. That squares then add up to a known number is lost where large numbers are near equals."""
+    known, eps = call.range("input"), call.arguments["eps"]
+    eps = LEAST_EPS if eps is None else eps
+    if not isinstance(eps, float) or eps <= 0 or math.isinf(known.magnitude):
+        return Range(-INFINITY, INFINITY, True)
+    most = 2 * MORE * known.magnitude / math.sqrt(eps)
+    if known.assumed:  # activations are no large numbers that are nearly equal
+        most = min(most, MORE * math.sqrt(count_of(*call.shape("input"))))
+    return Range(-most, most, known.nan or not known.magnitude < 1e15)  # whose squares may be infinite
+
+
+def _scaled(call: Call, known: Range) -> Range:
+    for name, operation in (("weight", times), ("bias", plus)):
+        if call.arguments.get(name) is not None:
+            known = operation(known, call.range(name))
+    return known
+
+
+# -- counts
+
+
+@structural(aten.histc.default, takes="self bins min max")
+def _histogram(call: Call) -> Range:
+    """In the type of what is counted. Where the size is not known, eager's own counts are taken to be right."""
+    shape = call.shape("self")
+    count = count_of(*shape)
+    return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))
+
+
+@structural(aten.bincount.default, takes="self minlength")
+def _bincount(call: Call) -> Range:
+    return Range(0, count_of(*call.shape("self")))
+
+
+@structural(aten.index_add.default, takes="self dim index source alpha")
+def _index_add(call: Call) -> Range:
+    added = summed(times(call.range("source"), call.range("alpha")), count_of(*call.shape("source")), call.dtype)
+    return plus(call.range("self"), added)
+
+
+@structural(aten.scatter_add.default, takes="self dim index src")
+def _scatter_add(call: Call) -> Range:
+    added = summed(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
+    return plus(call.range("self"), added)

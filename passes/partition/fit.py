@@ -1,0 +1,336 @@
+"""Which plan is the fastest that stays within the memory budget?
+
+What costs no time comes first: large chunks, results of attention kept. Then what costs a little: attention run twice, stages
+between boundaries run again. Each candidate is rewritten and its schedule is simulated, so what is chosen is what will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from streamfx.budget import bytes_of, in_bytes
+from streamfx.cost.lengths import sequence_length
+from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
+from streamfx.errors import OverBudget
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import device_of
+from streamfx.ir.lengths import Lengths
+from streamfx.ir.plan import LEAST_ROWS, AutoChunk
+from streamfx.ir.program import Program
+from streamfx.log import log
+from streamfx.options import SAVE_LEVELS, Options
+from streamfx.passes.partition.plan import Plan
+from streamfx.torch_private import size_hint
+
+EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
+KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MOST_STEPS = 4
+MARGIN = 0.95  # how much of what is left a larger chunk aims at
+WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
+NEAR = 1.03  # an estimate this far above the budget is worth a simulation
+
+
+KEPT = {
+    "inputs": "only stage inputs kept",
+    "attention": "results of attention kept",
+    "projections": "attention and the products around it kept",
+    "products": "results of all products kept",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Choices that a program is written for; the size of chunks is found afterwards."""
+
+    save: str
+    keep_every: int
+
+    def __str__(self) -> str:
+        kept = KEPT[self.save]
+        return kept if self.keep_every == 1 else f"{kept}, of one stage in {self.keep_every}"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was simulated: with chunks of `working_set` bytes of work (None: as asked for) its peak is this."""
+
+    candidate: Candidate
+    working_set: int | None
+    peak: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`rewrite` writes the program of a plan, to be simulated."""
+
+    name: ClassVar[str] = "fit"
+    options: Options
+    rewrite: Callable[[Facts], Facts]
+
+    def apply(self, facts: Facts) -> Facts:
+        budget = self.options.memory_budget
+        if budget is None or facts.program is None:
+            return facts
+        now, size = Lengths.now(facts.joint.graph), bytes_of(budget, device_of(facts.joint.graph))
+        for lengths in now.with_headroom() if now else (now,):
+            search = _Search(facts, self.options, self.rewrite, size, lengths)
+            try:
+                with lengths.supposed():
+                    return search.best()
+            except OverBudget as error:
+                refused = error
+        raise refused
+
+
+def held_bytes(forward: fx.GraphModule) -> int:
+    """Bytes of parameters and inputs."""
+    return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
+
+
+def kept_bytes(facts: Facts) -> int:
+    """Bytes of what a plan keeps beside the outputs of stages."""
+    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
+
+
+def fits_whole(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
+) -> bool:
+    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks.
+
+    They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
+    outputs that the halves do not make.
+    """
+    left = bytes_of(budget, device_of(forward.graph)) - held_bytes(forward) - others
+    results = forward.graph.output_node().args[0]
+    saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
+    if sum(bytes_like(node.meta.get("val")) for node in saved) > left:
+        return False
+    try:
+        return cost_of(forward, backward, num_outputs).peak <= left
+    except Exception as error:  # an operator that only a tracer can run
+        log.info("not known whether the graph fits as it stands: %s", error)
+        return False
+
+
+@dataclass
+class _Search:
+    facts: Facts
+    options: Options
+    rewrite: Callable[[Facts], Facts]
+    budget: int
+    lengths: Lengths
+    tried: list[Tried] = field(default_factory=list)
+    costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
+
+    def best(self) -> Facts:
+        """The facts of the first candidate that fits with chunks of a good size; else of the first that fits with small ones."""
+        fallback: tuple[Candidate, Facts] | None = None
+        for candidate in self.candidates():
+            facts = self.rewritten(candidate)
+            least, good = self.working_sets(facts.program)
+            cost = self.simulate(candidate, facts.program, good)
+            if cost.peak <= self.left:
+                return self.chosen(facts, self.enlarged(candidate, facts.program, good, cost))
+            if good != least and fallback is None:
+                cost = self.simulate(candidate, facts.program, least)
+                if cost.peak <= self.left:
+                    fallback = candidate, facts
+        if fallback is None:
+            raise over_budget(self.budget, self.held, self.smallest)
+        candidate, facts = fallback
+        return self.chosen(facts, self.between(candidate, facts.program))
+
+    # -- candidates
+
+    def candidates(self) -> Iterator[Candidate]:
+        """What the options leave open, the fastest first; those that cannot fit by far are left out."""
+        count = len(self.facts.stages.stages)
+        save = "inputs" if self.options.save == "auto" else self.options.save
+        every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
+        if self.options.save == "auto":
+            yield from self.keeping_more(every[0])
+        yield Candidate(save, every[0])
+        several = [Candidate(save, k) for k in every[1:]]
+        peaks = [self.estimate(candidate, count) for candidate in several]
+        for candidate, peak in zip(several, peaks, strict=True):
+            if peak <= self.left * NEAR or peak == min(peaks):
+                yield candidate
+
+    def keeping_more(self, every: int) -> Iterator[Candidate]:
+        """Those that keep more than stage inputs and may fit, the most first."""
+        base = self.simulate(Candidate("inputs", every), self.facts.program, self.working_sets(self.facts.program)[1])
+        found: dict[Any, Candidate] = {}
+        for level in SAVE_LEVELS[1:]:
+            candidate = Candidate(level, every)
+            planned = Plan(self.with_choices(candidate)).apply(self.facts)
+            if base.peak + kept_bytes(planned) <= self.left * NEAR:
+                found.setdefault(planned.plan.kept, candidate)
+        yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
+
+    def estimate(self, candidate: Candidate, count: int) -> int:
+        """About what the peak would be with fewer boundaries, from that with all of them."""
+        cost, k = self.smallest, candidate.keep_every
+        kept = min(1, 1 / k + (k - 1) / max(count, 1))
+        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept))
+
+    @property
+    def smallest(self) -> Cost:
+        """The cost of what was simulated with the smallest peak."""
+        return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
+
+    def with_choices(self, candidate: Candidate) -> Options:
+        return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
+
+    def rewritten(self, candidate: Candidate) -> Facts:
+        planned = Plan(self.with_choices(candidate)).apply(self.facts)
+        same = (planned.plan.kept, planned.plan.dropped) == (self.facts.plan.kept, self.facts.plan.dropped)
+        return self.facts if same else self.rewrite(planned)
+
+    # -- sizes of chunks
+
+    @property
+    def held(self) -> int:
+        return held_bytes(self.facts.program.forward)
+
+    @property
+    def left(self) -> int:
+        """What parameters and inputs leave of the budget."""
+        return self.budget - self.held
+
+    def working_sets(self, program: Program) -> tuple[int | None, int | None]:
+        """Bytes of a chunk's work at which chunks are as small as makes sense, and of a good size; None where sizes are given."""
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        if not automatic:
+            return None, None
+        row = max(self.lengths.number(chunk.row_bytes) for chunk in automatic)
+        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // self.tokens()))
+        return row * min(self.length, LEAST_ROWS // 4), row * rows
+
+    def tokens(self) -> int:
+        """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
+        axes = self.facts.axes
+        assert axes is not None
+        outputs = [node for stage in self.facts.stages.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+        sizes = [node.meta["val"].shape for node in outputs]
+        return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
+
+    @property
+    def length(self) -> int:
+        return sequence_length(self.facts) or 1
+
+    def enlarged(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
+        """The largest chunks that fit, starting from some that do."""
+        if size is None:
+            return None
+        automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+        most = max(self.lengths.number(chunk.row_bytes) for chunk in automatic) * self.length
+        low, high = size, most
+        for _ in range(MOST_STEPS):
+            work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
+            aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
+            tried = min(high, aim) if aim < high or high == most else (low + high) // 2
+            if tried < low * WORTHWHILE:
+                break
+            found = self.simulate(candidate, program, tried)
+            if found.peak <= self.left:
+                low, cost = tried, found
+            else:
+                high = tried
+        return low
+
+    def between(self, candidate: Candidate, program: Program) -> int:
+        """The largest chunks that fit, of those that are smaller than good."""
+        low, high = self.working_sets(program)
+        assert low is not None and high is not None
+        while high > 2 * low:
+            middle = math.isqrt(low * high)
+            if self.simulate(candidate, program, middle).peak <= self.left:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
+        set_working_set(program, working_set)
+        known = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        if known is not None:
+            return known
+        cost = self.cost(program)
+        self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
+        self.costs.append(((candidate, working_set), cost))
+        log.debug("%s, %s of work: peak %s", candidate, working_set, in_bytes(cost.peak + self.held))
+        return cost
+
+    def cost(self, program: Program) -> Cost:
+        return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
+
+    def chosen(self, facts: Facts, working_set: int | None) -> Facts:
+        set_working_set(facts.program, working_set)
+        sizes = tuple(with_working_set(size, working_set) for size in facts.plan.chunk_sizes)
+        notes = {**facts.notes, "tried": tuple(self.tried), "budget": self.budget}
+        if self.lengths:
+            furthest = self.lengths.furthest(lambda longer: self.still_fits(facts.program, longer))
+            set_most_rows(facts.program, furthest)
+            notes["lengths"] = furthest.joined(facts.notes.get("lengths"))
+        return replace(facts, plan=replace(facts.plan, chunk_sizes=sizes), notes=notes)
+
+    def still_fits(self, program: Program, longer: Lengths) -> bool:
+        """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""
+        rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
+        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.left
+
+
+def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
+    """Rows per chunk of the loops that choose them by themselves."""
+    chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+    return [
+        spec.chunk_size.rows(*map(lengths.number, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
+        for spec in chunks
+    ]
+
+
+def set_most_rows(program: Program, lengths: Lengths) -> None:
+    """Let chunks of shorter sequences have no more rows than those for which the program was simulated."""
+    rows = iter(rows_of_chunks(program, lengths))
+    for loop in program.loops:
+        if isinstance(loop.spec.chunk_size, AutoChunk):
+            loop.spec = replace(loop.spec, chunk_size=replace(loop.spec.chunk_size, most=next(rows)))
+
+
+def with_working_set(size: Any, working_set: int | None) -> Any:
+    return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
+
+
+def set_working_set(program: Program, working_set: int | None) -> None:
+    """Let the chunks of all loops take about so many bytes of work."""
+    for loop in program.loops:
+        loop.spec = replace(loop.spec, chunk_size=with_working_set(loop.spec.chunk_size, working_set))
+
+
+def over_budget(budget: int, held: int, cost: Cost) -> OverBudget:
+    terms = {PARAMETERS: held, **cost.peak_terms}
+    most = sorted(terms.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in most[:4] if size)
+    error = OverBudget(
+        f"memory_budget of {in_bytes(budget)} is less than any plan for this step takes",
+        found=f"the smallest possible peak is {in_bytes(held + cost.peak)} ({held + cost.peak} bytes): {parts}",
+        do=f"raise the budget, or lower what dominates: {REMEDIES.get(most[0][0], 'a shorter sequence or a smaller batch')}",
+    )
+    error.smallest, error.terms = held + cost.peak, terms
+    return error
+
+
+REMEDIES = {
+    PARAMETERS: "parameters in a smaller type, or spread over more devices",
+    "gradients": "train fewer parameters, as with adapters",
+    STAGE_INPUTS: "a shorter sequence or a smaller batch",
+}

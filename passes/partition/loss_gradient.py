@@ -1,0 +1,121 @@
+"""Can the loss stage find its gradient along with the loss?
+
+A gradient that is linear in the one number that arrives from outside (the loss's tangent) is that number times the gradient
+for the number one. So the last stage's backward stretch may run right in its forward loop, where the logits already are, and
+only needs scaling later: the head is computed once instead of twice.
+
+    d_hidden = f(hidden, tangent)   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden = d_1 * tangent
+
+Where the loss is a function of sums over each sequence (preferences), what drives a row's gradient is known only when the loop
+is through, and is a number for each sequence. The gradient is scaled by that in the same way:
+
+    d_hidden[b] = f(hidden[b], g[b])   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden[b] = d_1[b] * g[b]
+
+A weight's gradient has been summed over sequences and is no such multiple: a head that is trained runs in two passes. One pass
+is always less work; it keeps the gradient of what enters the last stage in place of what enters it. Only its last stage may be
+another one, with one boundary more to keep: where nothing else fits into a memory budget, it is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.joint import JointGraph, is_tensor
+from streamfx.ir.stage import Stage, StageFacts
+from streamfx.passes.analysis.multiples import Multiple, multiples
+from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.partition.loss_stage import with_loss_stage
+from streamfx.passes.partition.scaling import Scaling
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """`may_cut` says whether the head may be given a last stage of its own for that."""
+
+    name: ClassVar[str] = "loss gradient"
+    may_cut: bool = True
+
+    def apply(self, facts: Facts) -> Facts:
+        for cut in _cuts(facts, self.may_cut):
+            stage: Stage = cut.stages.stages[-1]
+            if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
+                return _moved(cut, found)
+        return facts
+
+
+def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
+    """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
+    stages: tuple[Stage, ...] = facts.stages.stages
+    if stages:
+        others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
+        yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
+
+
+def _is_worth_it(stage: Stage, facts: Facts) -> bool:
+    """Only for a stage without attention, in one loop: nothing else would be saved."""
+    assert facts.demand is not None
+    return all(
+        Role.KEYS not in facts.demand.roles.get(node, {}).values()
+        and facts.demand.forms[node][0] is not Form.KEYSUM
+        and not (node in stage.backward and _is_scan(node, facts))
+        for node in (*stage.forward, *stage.backward)
+        if node in facts.demand.forms
+    ) and any(form is Form.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
+
+
+def _is_scan(node: fx.Node, facts: Facts) -> bool:
+    """Whether a node asks for the direction in which its own half's loops run."""
+    signature = facts.axes.signatures.get(node)  # type: ignore[union-attr]
+    return signature is not None and bool(signature.scans)
+
+
+def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
+    """Drive the last stage's backward stretch by ones, and scale what leaves it."""
+    inside = set(facts.stages.stages[-1].backward)
+    scaling = Scaling(facts)
+    ones: list[fx.Node] = []
+    for driver in dict.fromkeys(multiple.driver for multiple in found):
+        between = {node for multiple in found if multiple.driver is driver for node in multiple.between}
+        first = next(node for node in facts.joint.graph.nodes if node in between and driver in node.all_input_nodes)
+        ones += scaling.ones_like(driver, first)
+        driver.replace_all_uses_with(ones[-1], delete_user_cb=between.__contains__, propagate_meta=False)
+    scaled: list[list[fx.Node]] = []
+    for multiple in found:
+        made = scaling.product(multiple.gradient, multiple.driver, multiple.selection)
+        outside = {user for user in multiple.gradient.users if user not in inside and user not in made}
+        multiple.gradient.replace_all_uses_with(made[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
+        scaled.append(made)
+    results = facts.joint.graph.output_node().args[0]
+    joint: JointGraph = replace(facts.joint, gradients=tuple(results[len(facts.joint.outputs) :]))  # type: ignore[index,arg-type]
+    facts = replace(facts, joint=joint, axes=scaling.axes, demand=scaling.demand)
+    return replace(facts, stages=StageFacts(_stages_after(facts, found, ones, scaled)))
+
+
+def _stages_after(
+    facts: Facts, found: Sequence[Multiple], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+) -> tuple[Stage, ...]:
+    """The stages, when what scales a gradient belongs to the first stretch that uses it."""
+    *stages, last = facts.stages.stages
+    moved = {node for multiple in found for node in multiple.between}
+    staying = tuple(node for node in last.backward if node not in moved)
+    for made in (staying, *scaled) if stages else ():
+        users = {user for node in made for user in node.users}
+        at = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
+        stages[at] = replace(stages[at], backward=(*made, *stages[at].backward))
+    gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
+    for at, stage in enumerate(stages):
+        inside, new = set(stage.backward), [node for made in (staying, *scaled) for node in made if node in stage.backward]
+        left = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
+        stages[at] = replace(stage, gradients=tuple(dict.fromkeys((*left, *stage.gradients))))
+    last = replace(
+        last,
+        backward=(*ones, *(node for node in last.backward if node in moved)),
+        gradients=tuple(multiple.gradient for multiple in found),
+        gradient_in_forward=True,
+    )
+    return (*stages, last)

@@ -1,0 +1,112 @@
+"""Which operators would make up the last stage, if its gradient was to be found along with the loss?
+
+Stages are cut where the fewest bytes are alive. After the head that may be a number per token, and the head is then in one stage
+with the last attention; or the head is in one stage with layers that are trained. The last stage that is looked for here has the
+last products of the way that gradients take, all that is made of them, and as much in front of them as costs no more bytes at
+the cut, but no attention and no weight that is trained: a minimum cut.
+
+    attention, mlp | norm, head, log p [b t] -> sums [b], loss
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import networkx
+from torch import fx
+
+from streamfx.cost.memory import bytes_like
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import ancestors, is_tensor, trained_values
+from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
+
+EARLIER, LAST = "earlier", "last"
+
+
+def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
+    """The facts with such a last stage; None where there is none. The last products themselves may be allowed to be trained."""
+    last = _Search(facts, with_trained_heads).found()
+    return None if not last else replace(facts, stages=stages_with(last, facts))
+
+
+class _Search:
+    def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
+        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
+        self.with_trained_heads = with_trained_heads
+        self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
+        self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
+        self.trained = trained_values(facts.joint)
+
+    def found(self) -> frozenset[fx.Node]:
+        """The operators of the stage; empty where heads lead to attention or are trained."""
+        heads = self._heads()
+        earlier = ancestors(tuple(node for node in self.nodes if self._is_earlier(node, heads)))
+        if not heads or not heads.isdisjoint(earlier):
+            return frozenset()
+        network = self._network(heads, earlier)
+        if EARLIER not in network:
+            return frozenset()
+        # of all minimum cuts the one nearest to what is earlier
+        bytes_cut, (late, _) = networkx.minimum_cut(network, LAST, EARLIER)
+        return frozenset(node for node in self.nodes if (node, "in") in late) if bytes_cut < UNCUTTABLE else frozenset()
+
+    def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
+        """Edges lead from what is made to what it is made of; the way through a value costs its bytes."""
+        network, made = networkx.DiGraph(), set(self.nodes)
+        for node in heads:
+            network.add_edge(LAST, (node, "in"), capacity=math.inf)
+        for node in self.nodes:
+            if node in earlier:
+                continue
+            network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
+            for source in made.intersection(node.all_input_nodes):
+                network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
+                if source in earlier:
+                    network.add_edge((source, "out"), EARLIER, capacity=self._bytes(source))
+                else:  # what is made of a value of the last stage is of the last stage
+                    network.add_edge((source, "in"), (node, "in"), capacity=math.inf)
+        return network
+
+    def _heads(self) -> set[fx.Node]:
+        """Products of rows that trained weights lead to and after which no other product comes."""
+        driven = self.trained & ancestors(self.facts.joint.outputs)
+        before: set[fx.Node] = set()
+        heads: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            is_product = is_expensive(node) and self._is_in_loop(node)
+            if is_product and node in driven and node not in before:
+                heads.add(node)
+            if is_product or node in before:
+                before.update(node.all_input_nodes)
+        return heads
+
+    def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
+        if node in self.facts.causality.spans:  # type: ignore[union-attr]
+            return True
+        return self._is_trained(node) and not (self.with_trained_heads and node in heads)
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        """Whether an operator on rows takes a weight that is trained, or something made of it."""
+        return self._is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
+
+    @cached_property
+    def weights(self) -> set[fx.Node]:
+        """Weights that are trained, and what is made of them outside of loops."""
+        found = {node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node)}
+        for node in self.nodes:
+            if not self._is_in_loop(node) and any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _is_in_loop(self, node: fx.Node) -> bool:
+        return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.forms.get(node, ()))
+
+    def _bytes(self, node: fx.Node) -> int:
+        if not self._is_in_loop(node) or self.forms[node] == (Form.SUM,):
+            return 0
+        return max(1, bytes_like(node.meta["val"])) if self.forms[node] == (Form.ROWS,) and is_tensor(node) else UNCUTTABLE

@@ -1,0 +1,54 @@
+"""Names of stages, from what tracing left on the nodes. For people only."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from streamfx.passes.operators.traits import CONTRACTIONS
+from streamfx.torch_private.lines import frame_of
+
+
+def module_path(node: fx.Node) -> str:
+    """The module a node was traced in, as `layers.0.mlp`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return _plain(paths[-1]) if paths else ""
+
+
+def _plain(path: str) -> str:
+    path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\._parameters\['([^']+)'\]", r".\1", path)
+    return re.sub(r"\['?([^']+?)'?\]", r".\1", path).strip(".")
+
+
+def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
+    """A name for each stage, no two alike."""
+    names: list[str] = []
+    for number, nodes in enumerate(stages):
+        name = stage_name(nodes) or f"stage {number}"
+        again = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({again + 1})" if again else name)
+    return names
+
+
+def stage_name(nodes: Sequence[fx.Node]) -> str:
+    """The deepest module, else the function, that most of the stage's work is in; products and attention count as work."""
+    work = [node for node in nodes if node.target in CONTRACTIONS] or nodes
+    paths = [path.split(".") for node in work if (path := module_path(node))]
+    name: list[str] = []
+    while longer := Counter(path[len(name)] for path in paths if len(path) > len(name) and path[: len(name)] == name):
+        part, count = longer.most_common(1)[0]
+        if 3 * count < 2 * len(work):
+            break
+        name.append(part)
+    return ".".join(name) or _function_name(work)
+
+
+def _function_name(nodes: Sequence[fx.Node]) -> str:
+    functions = Counter(frame[2] for node in nodes if (frame := frame_of(node)) and not frame[2].startswith("<"))
+    return functions.most_common(1)[0][0] if functions else ""

@@ -1,0 +1,254 @@
+"""Where is it cheapest to cut?
+
+Between two attentions the forward half is cut where the fewest bytes of computed sequence values are alive: on a plain
+decoder that is the residual stream. One more cut stands before the loss. The backward half is cut where nothing of the
+stage just left is used any more, again where the fewest bytes are alive: there the live set is the gradient of the cut
+values.
+
+    embed | norm q k v attention o + norm mlp +  |  norm q k v ...  |  norm  |  head loss
+                                                 cut               cut      cut
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.sizes import numeric, product
+from streamfx.ir.stage import Stage, StageFacts
+from streamfx.passes.operators.traits import is_expensive, is_moved_elements
+from streamfx.passes.partition.sinking import sunk
+from streamfx.passes.partition.stage_names import stage_names
+
+UNCUTTABLE = 1 << 60
+
+
+@dataclass(frozen=True)
+class Stages:
+    name: ClassVar[str] = "stages"
+
+    def apply(self, facts: Facts) -> Facts:
+        return replace(facts, stages=StageFacts(_Cutter(facts).stages()))
+
+
+def stages_with(last: Collection[fx.Node], facts: Facts) -> StageFacts:
+    """The stages, if the last one's forward stretch is to be these operators, whose users are among them."""
+    return StageFacts(_Cutter(facts, last).stages())
+
+
+class _Cutter:
+    """Cuts the graph; where the `last` operators are given, they are the last stage."""
+
+    def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
+        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
+        self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
+        joint = facts.joint
+        self.forward = [node for node in joint.nodes if node in joint.forward]
+        self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
+        self.position = {node: i for i, node in enumerate(self.forward)}
+        self.last = len(last)
+        if last:
+            self.forward.sort(key=lambda node: node in last)
+        else:
+            self.forward = sunk(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
+        self.position = {node: i for i, node in enumerate(self.forward)}
+        self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
+
+    def stages(self) -> tuple[Stage, ...]:
+        cuts = self.forward_cuts()
+        bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
+        forwards = [self.forward[low:high] for low, high in pairwise(bounds)]
+        stage_of = {node: i for i, nodes in enumerate(forwards) for node in nodes}
+        crossing = [self.crossing_forward(stage_of, i) for i in range(len(forwards))]
+        backwards = self.backward_segments(stage_of, len(forwards), {node for nodes in crossing for node in nodes})
+        segment_of = {node: i for i, nodes in enumerate(backwards) for node in nodes}
+        names = stage_names(forwards)
+        return tuple(
+            Stage(
+                name=names[i],
+                forward=tuple(forwards[i]),
+                backward=tuple(backwards[i]),
+                outputs=tuple(crossing[i]),
+                gradients=tuple(self.crossing_backward(backwards[i], segment_of, i)),
+            )
+            for i in range(len(forwards))
+        )
+
+    # -- forward
+
+    def is_streamed(self, node: fx.Node) -> bool:
+        """Whether a node's value is made chunk by chunk and has to be kept if it is to cross a cut."""
+        return self.is_in_loop(node) and node not in self.axes.static
+
+    def is_in_loop(self, node: fx.Node) -> bool:
+        return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.demand.forms.get(node, ()))
+
+    def forward_cuts(self) -> list[int]:
+        """Positions after which the forward half is cut."""
+        live = self.live_bytes(self.forward, self.position, self.outputs)
+        attentions = self.attention_intervals()
+        gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
+        loss = self.first_sum()
+        if self.last:
+            gaps.append((len(self.forward) - self.last - 1,) * 2)
+        elif loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
+            gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
+        products = list(accumulate(is_expensive(node) for node in self.forward))
+        cuts: list[int] = []
+        for low, high in gaps:
+            candidates = range(max(low, 0), high + 1)
+            if candidates:
+                # where equally little is alive: after the last product, whose result is then kept and not computed twice,
+                # and before the norm that follows, whose gradient would ask for that result
+                best = min(candidates, key=lambda i: (live[i], -products[i], i))
+                if 0 < live[best] < UNCUTTABLE and (not cuts or best > cuts[-1]):
+                    cuts.append(best)
+        return cuts
+
+    def attention_intervals(self) -> list[tuple[int, int]]:
+        """First and last position of each attention of the forward half, overlapping ones merged."""
+        intervals = []
+        seen: dict[int, list[int]] = {}
+        for node, span in self.causality.spans.items():
+            if node in self.position and node not in self.axes.static:
+                seen.setdefault(id(span), []).append(self.position[node])
+        for positions in seen.values():
+            intervals.append((min(positions), max(positions)))
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(intervals):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        return merged
+
+    def first_sum(self) -> int | None:
+        """Where the forward half first sums over the sequence for a result."""
+        for i, node in enumerate(self.forward):
+            if self.is_streamed(node) and Form.SUM in self.demand.forms[node]:
+                return i
+        return None
+
+    def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
+        """Bytes of streamed values alive after each position; what is stored anyway costs nothing."""
+        change = [0] * (len(nodes) + 1)
+        free = set(free)
+        for node in nodes:
+            if not is_tensor(node):  # a tuple must not be cut from its parts
+                parts = [position[user] for user in node.users if user.target is operator.getitem and user in position]
+                if parts:
+                    change[position[node]] += UNCUTTABLE
+                    change[max(parts)] -= UNCUTTABLE
+                continue
+            if not self.is_streamed(node):
+                continue
+            last = max((position[user] for user in node.users if user in position), default=position[node])
+            if last > position[node]:
+                cost = self.cost(node, node in free)
+                change[position[node]] += cost
+                change[last] -= cost
+        return list(accumulate(change[:-1]))
+
+    def cost(self, node: fx.Node, is_stored: bool) -> int:
+        form = self.demand.form(node)
+        if form in (Form.PAIR, Form.KEYSUM):
+            return UNCUTTABLE
+        if form is not Form.ROWS or is_stored:
+            return 0 if form is not Form.ROWS else 1
+        return max(1, self.bytes_of_rows(node))
+
+    def bytes_of_rows(self, node: fx.Node) -> int:
+        """Bytes of a value that is made chunk by chunk, all its rows together; 0 for others."""
+        if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not Form.ROWS:
+            return 0
+        elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
+        return elements * int(node.meta["val"].element_size())
+
+    def crossing_forward(self, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+        """Streamed values of a stage that later stages or the caller use."""
+        return [
+            node
+            for node, own in stage_of.items()
+            if own == stage
+            and is_tensor(node)
+            and self.is_streamed(node)
+            and (node in self.outputs or any(stage_of.get(user, own) > own for user in node.users))
+        ]
+
+    # -- backward
+
+    def backward_segments(self, stage_of: dict[fx.Node, int], count: int, kept: set[fx.Node]) -> list[list[fx.Node]]:
+        """The backward half in `count` stretches, the last stage's first in program order."""
+        if self.last:
+            made = {node: stage_of[node] for node in stage_of if node not in kept and self.is_streamed(node)}
+            self.backward = in_front(self.backward, made, count - 1)
+        position = {node: i for i, node in enumerate(self.backward)}
+        used: list[list[int]] = [[] for _ in range(count)]
+        for node in self.backward:
+            for source in node.all_input_nodes:
+                if source in stage_of and source not in kept and self.is_streamed(source):
+                    used[stage_of[source]].append(position[node])
+        live = self.live_bytes(self.backward, position)
+        bounds = [0]
+        for stage in range(count - 1, 0, -1):
+            low = max((p for own in used[stage:] for p in own), default=-1)
+            high = min((p for own in used[:stage] for p in own), default=len(self.backward))
+            candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
+            best = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
+            while best and live[best - 1] >= UNCUTTABLE:  # no pair of rows and keys is kept for a later stretch
+                best += 1
+            bounds.append(best)
+        bounds.append(len(self.backward))
+        return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
+
+    def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+        """Values of a backward stretch that later stretches or the caller use."""
+        gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
+        return [
+            node
+            for node in nodes
+            if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
+        ]
+
+
+def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
+    """The backward half with whatever no tangent drives just before its first use.
+
+    Such a value is made of the forward half's, of an early layer's perhaps, but may stand in front of all gradients.
+    """
+    driven = set(tangents)
+    for node in nodes:
+        if any(source in driven for source in node.all_input_nodes):
+            driven.add(node)
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        if node not in driven:
+            place[node] = min((place[user] for user in node.users if user in place), default=place[node])
+    return sorted(nodes, key=lambda node: (place[node], node in driven))
+
+
+def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+    """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
+
+    A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
+    nothing of the last stage is put to after them are an earlier stage's, and so is what shows a value to these in another shape.
+    """
+    needed, behind = set[fx.Node](), set[fx.Node]()
+    for node in reversed(nodes):
+        if any(user in needed for user in node.users) or any(made.get(source) == last for source in node.all_input_nodes):
+            needed.add(node)
+    for node in nodes:
+        is_another = is_expensive(node) and node not in needed
+        if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
+            behind.add(node)
+    for node in reversed(nodes):
+        if is_moved_elements(node) and behind.issuperset(node.users):
+            behind.add(node)
+    return sorted(nodes, key=behind.__contains__)

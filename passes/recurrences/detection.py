@@ -1,0 +1,250 @@
+"""Which unrolled loops carry a state from row to row?
+
+A loop over rows that was traced operator by operator is found again by what it reads and writes: rows of values with T rows go in
+(`x[:, t]`), values with T rows come out. Each operator between them belongs to the last row that it depends on, or, in the
+backward half, to the first one that its cotangents come from. All of them become one operator whose rows follow one another, like
+those of a running sum: `streamfx/ir/recurrence.py`. Nothing has to be alike from row to row; what is demanded is that no row
+needs one that comes later, and that what crosses from row to row is less than the rows themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.axes import Dim
+from streamfx.ir.facts import AxisFacts, Facts
+from streamfx.ir.joint import JointGraph, joint_graph
+from streamfx.ir.sizes import shape_of
+from streamfx.log import log
+from streamfx.passes.analysis.axes import Axes
+from streamfx.passes.operators.traits import is_random
+from streamfx.passes.recurrences.plans import NoRecurrence, Pair, Planned, planned
+from streamfx.passes.recurrences.rerolling import roll, sort_again, unrolled_name
+from streamfx.passes.recurrences.unrolled import Joined, Rows, rows_of
+
+aten = torch.ops.aten
+JOINS = (aten.stack.default, aten.select_scatter.default)
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    name: ClassVar[str] = "recurrences"
+
+    def apply(self, facts: Facts) -> Facts:
+        joint = facts.joint
+        if not any(node.target in JOINS for node in joint.nodes):
+            return facts
+        rows = rows_of(joint.graph)
+        joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
+        lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
+        if not lengths:
+            return replace(facts, joint=joint)
+        axes = Axes().apply(replace(facts, joint=joint)).axes
+        assert axes is not None
+        for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
+            if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
+                roll(plan, joint.graph)
+        sort_again(joint.graph)
+        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
+
+
+class _Family:
+    """All operators on rows of values with `length` rows."""
+
+    def __init__(self, joint: JointGraph, rows: Rows, length: int) -> None:
+        self.joint, self.length = joint, length
+        self.nodes = joint.nodes
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.reads = {node: row for node, row in rows.reads.items() if row.length == length}
+        self.joins = [join for join in rows.joins if len(join.values) == length]
+        self.ends = {join.node for join in self.joins}
+        self.step: dict[fx.Node, int] = {}
+        self.component: dict[fx.Node, fx.Node] = {}
+
+    def plans(self, axes: AxisFacts) -> list[Planned]:
+        self._forward_steps()
+        self._backward_steps()
+        found: list[Planned] = []
+        linked: set[Dim] = set()  # axes of what loops over the sequence have made
+        for pair in self.pairs():
+            read = [axes.shapes[row.source][row.dim] for row in (*pair.forward_reads.values(), *pair.backward_reads.values())]
+            if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read):
+                continue
+            linked |= {axes.table.resolve(axes.shapes[join.node][join.dim]) for join in pair.forward_joins}
+            try:
+                found.append(planned(pair, axes, self.nodes))
+            except NoRecurrence as reason:
+                log.debug("rows of %d stay unrolled: %s", self.length, reason)
+        return found
+
+    def is_forward(self, node: fx.Node) -> bool:
+        return node in self.joint.forward
+
+    # -- steps
+
+    def _forward_steps(self) -> None:
+        """Each operator of the forward half belongs to the last row that it depends on; a row of a forward value to its own."""
+        for node in self.nodes:
+            if node in self.reads and self.is_forward(self.reads[node].source):
+                self.step[node] = self.reads[node].step
+            elif self.is_forward(node) and not self._is_apart(node):
+                steps = [self.step[source] for source in node.all_input_nodes if source in self.step]
+                if steps:
+                    self.step[node] = max(steps)
+
+    def _backward_steps(self) -> None:
+        """Each operator of the backward half belongs to the first row that its cotangents come from; one that has none, to the
+        last row that needs it.
+        """
+        touching: dict[fx.Node, None] = {}
+        own: set[fx.Node] = set()
+        for node in self.nodes:
+            if self.is_forward(node) or node in self.step or self._is_apart(node):
+                continue
+            sources = node.all_input_nodes
+            steps = [self.step[source] for source in sources if source in own]
+            if node in self.reads:
+                self.step[node] = self.reads[node].step
+            elif steps:
+                self.step[node] = min(steps)
+            elif any(source in self.step or source in touching for source in sources):
+                touching[node] = None
+                continue
+            else:
+                continue
+            own.add(node)
+        for node in reversed(touching):
+            steps = [self.step[user] for user in node.users if user in own]
+            if steps and len(steps) == len(node.users):
+                self.step[node] = max(steps)
+                own.add(node)
+
+    def _is_apart(self, node: fx.Node) -> bool:
+        """Whether an operator has to do with rows only by putting them together."""
+        return node in self.ends
+
+    # -- what belongs together
+
+    def pairs(self) -> list[Pair]:
+        useful = dict.fromkeys(self._useful())
+        self._unite(useful)
+        self._add_totals(useful)
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node in self.component:
+                groups.setdefault(self._root(node), []).append(node)
+        return self._paired(groups)
+
+    def _useful(self) -> list[fx.Node]:
+        """Operators of the steps on which rows of a result depend."""
+        found = {value for join in self.joins for value in join.values}
+        found &= self.step.keys()
+        for node in reversed(self.nodes):
+            if node in found and node not in self.reads:
+                found.update(s for s in node.all_input_nodes if self._is_of(s, self.is_forward(node)))
+        return [node for node in self.nodes if node in found and node not in self.reads]
+
+    def _add_totals(self, useful: Mapping[fx.Node, None]) -> None:
+        """No row depends on the gradient of a weight, which the steps add up, but it belongs to them.
+
+        So does all that is made between the steps' operators, and at the end whatever is like something between them.
+        """
+        last, seen = dict[fx.Node, int](), set[Any]()
+        for node in useful:
+            last[self._root(node)] = self.order[node]
+        after: set[fx.Node] = set()
+        for node in self.nodes:
+            if node in self.component:
+                seen.add((self._root(node), _kind(node)))
+            if node in self.component or node in self.reads or node not in self.step:
+                continue
+            sources, forward = node.all_input_nodes, self.is_forward(node)
+            own = {self._root(source) for source in sources if source in self.component and self._is_of(source, forward)}
+            root = own.pop() if len(own) == 1 and not any(source in after for source in sources) else None
+            if root in last and (self.order[node] < last[root] or (root, _kind(node)) in seen):
+                self.component[node] = root
+                seen.add((root, _kind(node)))
+            elif own or root or any(source in after for source in sources):
+                after.add(node)
+        for node in reversed(self.nodes):
+            if node in self.step and node not in self.component and node not in self.reads and node not in after:
+                roots = {self._root(user) if self._is_of(user, self.is_forward(node)) else None for user in node.users}
+                if len(roots) == 1 and None not in roots and roots <= last.keys():
+                    self.component[node] = roots.pop()  # type: ignore[assignment]
+
+    def _is_of(self, node: fx.Node, forward: bool) -> bool:
+        return node in self.step and self.is_forward(node) == forward and node not in self.reads
+
+    def _is_made(self, value: fx.Node) -> bool:
+        return value in self.step and value not in self.reads
+
+    def _unite(self, useful: Iterable[fx.Node]) -> None:
+        for node in useful:
+            self.component.setdefault(node, node)
+            for source in node.all_input_nodes:
+                if source in self.component and self._is_of(source, self.is_forward(node)):
+                    self.component[self._root(source)] = self._root(node)
+        for join in self.joins:
+            made = [value for value in join.values if value in self.component]
+            for value in made[1:]:
+                self.component[self._root(value)] = self._root(made[0])
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while (parent := self.component.get(node, node)) is not node:
+            self.component[node] = self.component.get(parent, parent)
+            node = parent
+        return node
+
+    def _paired(self, groups: dict[fx.Node, list[fx.Node]]) -> list[Pair]:
+        """Forward groups with the backward groups that use their values; some use values of two forward groups."""
+        together: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
+        for root, nodes in groups.items():
+            if not self.is_forward(nodes[0]):
+                sources = {s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True)}
+                for other in {self._root(source) for source in sources if source in self.component} & groups.keys():
+                    if together[other] is not together[root]:
+                        together[root] += together[other]
+                        together |= dict.fromkeys(together[other], together[root])
+        joins: dict[int, list[Joined]] = defaultdict(list)
+        for join in self.joins:
+            first = next((value for value in join.values if value in self.component), None)
+            if first is not None and self._root(first) in together:
+                joins[id(together[self._root(first)])].append(join)
+        pairs = []
+        for roots in {id(roots): roots for roots in together.values()}.values():
+            nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
+            pairs.append(self._pair(nodes, joins[id(roots)]))
+        return [pair for pair in pairs if not any(is_random(node) for node in (*pair.forward, *pair.backward))]
+
+    def _pair(self, nodes: list[fx.Node], joins: list[Joined]) -> Pair:
+        inside = set(nodes)
+        joins = [join for join in joins if all(value in inside for value in join.values if self._is_made(value))]
+        forward_joins = [join for join in joins if self.is_forward(join.node)]
+        backward_joins = [join for join in joins if not self.is_forward(join.node)]
+        reads = {s: self.reads[s] for node in nodes for s in node.all_input_nodes if s in self.reads}
+        reads |= {
+            value: self.reads[value] for join in (*forward_joins, *backward_joins) for value in join.values if value in self.reads
+        }
+        is_forward = {node: self.is_forward(self.reads[node].source) for node in reads}
+        return Pair(
+            self.length,
+            tuple(node for node in nodes if self.is_forward(node)),
+            tuple(node for node in nodes if not self.is_forward(node)),
+            tuple(forward_joins),
+            tuple(backward_joins),
+            {node: row for node, row in reads.items() if is_forward[node]},
+            {node: row for node, row in reads.items() if not is_forward[node]},
+            self.step,
+            self.order,
+        )
+
+
+def _kind(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return node.target, shape_of(value) if isinstance(value, torch.Tensor) else None

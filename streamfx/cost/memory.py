@@ -1,0 +1,202 @@
+"""Predicts what a step costs: its program is run on fake tensors, by the runtime that runs it on real ones.
+
+Loops run few of their chunks (see `sampling.py`), so the time does not depend on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from streamfx.cost.meter import Meter
+from streamfx.cost.sampling import LoopRun, SampledLoop
+from streamfx.cost.stand_ins import with_stand_ins
+from streamfx.cost.terms import LoopTerms, terms_of
+from streamfx.runtime.loop import Loop
+from streamfx.runtime.outer import OuterRunner
+from streamfx.torch_private import size_hint
+
+
+@dataclass(frozen=True)
+class LoopCost:
+    """FLOPs of all chunks of a loop, and the rows that a chunk has."""
+
+    flops: int
+    rows: int
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step through one graph costs; bytes do not count parameters and inputs.
+
+    forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
+    held: bytes that the forward half leaves: results and saved values. attention_flops: those of fused attention, masked_flops:
+    of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
+    half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
+    backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
+    calls in eager.
+    """
+
+    forward_peak: int
+    backward_peak: int
+    held: int
+    flops: int
+    masked_flops: int = 0
+    loops: dict[str, LoopCost] = field(default_factory=dict)
+    moved: int = 0
+    forward_terms: dict[str, int] = field(default_factory=dict)
+    backward_terms: dict[str, int] = field(default_factory=dict)
+    attention_flops: int = 0
+    layer_flops: int = 0
+    layer_attention: int = 0
+    gradients: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+    @property
+    def peak_terms(self) -> dict[str, int]:
+        """What the bytes of the peak are for."""
+        return self.forward_terms if self.forward_peak >= self.backward_peak else self.backward_terms
+
+    @property
+    def streamed_flops(self) -> int:
+        return sum(loop.flops for loop in self.loops.values())
+
+
+def cost_of(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, loss: frozenset[str] = frozenset()
+) -> Cost:
+    """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
+
+    `loss` are names of the values of the loss stage (see `loss_values`).
+    """
+    meter = Meter()
+    known: dict[Any, LoopRun] = {}
+    forward = sampled(forward, meter, terms_of(forward, False, loss), known)
+    backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        inputs = [made_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder")]
+        with meter:
+            results = list(OuterRunner(forward)(list(inputs)))
+            forward_terms = meter.peak_terms
+            forward_peak, held = meter.restart_peak(), meter.live
+            outputs, saved = results[:num_outputs], results[num_outputs:]
+            del results
+            gradients = None if backward is None else _run_backward(backward, saved)
+            cost = Cost(
+                forward_peak=forward_peak,
+                backward_peak=meter.peak if backward is not None else 0,
+                held=held,
+                flops=meter.flops,
+                masked_flops=meter.masked_flops,
+                loops={**_loop_costs(forward), **_loop_costs(backward)},
+                moved=meter.moved,
+                forward_terms=_nonzero(forward_terms),
+                backward_terms=_nonzero(meter.peak_terms),
+                attention_flops=meter.attention_flops,
+            )
+        del outputs, gradients, inputs
+    return cost
+
+
+def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> Cost:
+    """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
+
+    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`. The forward half of `layers` is
+    counted by itself, too.
+    """
+    meter = Meter()
+    for layer in layers:
+        layer.forward = meter.watched(layer.forward)
+    with meter:
+        outputs = call()
+        forward_peak, held = meter.restart_peak(), meter.live
+        roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        roots = [value for value in roots if value.dim() == 0][:1] or roots
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        backward_peak = meter.peak if roots else 0
+        return Cost(
+            forward_peak,
+            backward_peak,
+            held,
+            meter.flops,
+            meter.masked_flops,
+            moved=meter.moved,
+            attention_flops=meter.attention_flops,
+            layer_flops=meter.watched_flops,
+            layer_attention=meter.watched_attention,
+        )
+
+
+def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
+    """The same for a graph of Dynamo's."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        inputs = [_leaf_like(node) for node in module.graph.find_nodes(op="placeholder")]
+        return eager_cost_of(lambda: module(*inputs))
+
+
+def _leaf_like(node: fx.Node) -> Any:
+    """A new input like the one that Dynamo saw."""
+    value = node.meta["example_value"]
+    made = made_like(value)
+    return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
+
+
+def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
+    """Feed what was saved (numbers last, which the backward half takes first) and gradients of the results."""
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    numbers = [value for value in saved if not isinstance(value, Tensor)]
+    tensors = [value for value in saved if isinstance(value, Tensor)]
+    saved.clear()
+    arguments = [*numbers, *tensors]
+    arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
+    del numbers, tensors
+    return OuterRunner(backward)(arguments)
+
+
+def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
+
+
+def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
+    """The same outer graph, with loops that run few of their chunks."""
+    copied = with_stand_ins(module, meter, made_like)
+    for name, child in module.named_children():
+        if isinstance(child, Loop):
+            copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
+    return copied
+
+
+def made_like(value: Any) -> Any:
+    """A tensor like the one that a value of the trace stands for, with symbolic sizes as they were when traced."""
+    if not isinstance(value, Tensor):
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+    size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
+    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+
+
+def bytes_like(value: Any) -> int:
+    """Bytes of the tensor that a value of the trace stands for."""
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.element_size()
+
+
+def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
+    if module is None:
+        return {}
+    loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
+    return {name: LoopCost(loop.flops, loop.rows, loop.moved) for name, loop in loops.items()}

@@ -1,0 +1,144 @@
+"""Follows a program operator by operator: which storages are alive, and how many FLOPs have been spent.
+
+The same meter measures a real step and predicts one: under fake tensors nothing is computed, but tensors are made, shared and
+freed by the very same code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
+from streamfx.cost.terms import STAGE_INPUTS
+from streamfx.runtime.offload import from_host, to_host
+
+
+@dataclass
+class Rise:
+    """How far the bytes alive rise above where they stood, and which terms are up at that moment."""
+
+    peak: int = 0
+    terms: dict[str, int] = field(default_factory=dict)
+
+
+class Meter(TorchDispatchMode):
+    """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
+
+    `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
+    of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
+    bytes that operators without FLOPs read and write. Bytes are counted under the name that `term` has when they are made;
+    `peak_terms` are those of the peak.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.flops = self.attention_flops = self.masked_flops = self.moved = 0
+        self.watched_flops = self.watched_attention = 0
+        self.term = "other"
+        self.live_terms: Counter[str] = Counter()
+        self.peak_terms: dict[str, int] = {}
+        self._sizes: dict[int, tuple[int, str]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See what compiled code does when it runs, and nothing of its tracing."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._count(func, args, kwargs, out)
+        if func is not to_host:  # what waits on the host is not in the device's memory
+            self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term)
+        return out
+
+    def restart_peak(self) -> int:
+        """The peak so far; from now on the peak is counted from what is alive."""
+        peak, self.peak, self.peak_terms = self.peak, self.live, dict(self.live_terms)
+        return peak
+
+    def reached(self, rise: Rise) -> None:
+        """Bytes above those alive now that have been alive for a while."""
+        if self.live + rise.peak > self.peak:
+            self.peak = self.live + rise.peak
+            self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
+
+    @contextmanager
+    def rising(self) -> Iterator[Rise]:
+        """The rise of what runs inside; the peak goes on as if nobody had looked."""
+        rise, before, terms = Rise(), (self.peak, self.peak_terms), Counter(self.live_terms)
+        base = self.live
+        self.restart_peak()
+        yield rise
+        rise.peak = self.peak - base
+        rise.terms = {
+            name: difference for name in {*self.peak_terms, *terms} if (difference := self.peak_terms.get(name, 0) - terms[name])
+        }
+        if before[0] >= self.peak:
+            self.peak, self.peak_terms = before
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose FLOPs are counted in `watched_flops` as well, and those of attention in `watched_attention`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flops, attention = self.flops, self.attention_flops
+            out = function(*args, **kwargs)
+            self.watched_flops += self.flops - flops
+            self.watched_attention += self.attention_flops - attention
+            return out
+
+        return run
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
+            inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
+            if inner is None:
+                return
+            func, args = args[inner], args[inner + 1 :]
+        flops = flops_of(func, args, kwargs, out)
+        self.flops += flops
+        if not flops and not getattr(func, "is_view", False):
+            self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
+        if is_fused_attention(func):
+            self.attention_flops += flops
+            self.masked_flops += 0 if arguments_by_name(func, args, kwargs).get("is_causal") else flops
+
+    def _note_new(self, out: Any, arguments: Any, term: str) -> None:
+        made = {key: storage for key, storage in _storages(out) if key not in self._sizes}
+        if not made:
+            return
+        before = {key for key, _ in _storages(arguments)}
+        for key, storage in made.items():
+            if key not in before:
+                size = storage.nbytes()
+                self._sizes[key] = size, term
+                self.live += size
+                self.live_terms[term] += size
+                weakref.finalize(storage, self._note_freed, key)
+        if self.live > self.peak:
+            self.peak, self.peak_terms = self.live, dict(self.live_terms)
+
+    def _note_freed(self, key: int) -> None:
+        size, term = self._sizes.pop(key)
+        self.live -= size
+        self.live_terms[term] -= size
+
+
+def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    for value in tree_iter(values):
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            yield storage._cdata, storage

@@ -1,0 +1,200 @@
+"""Runs of a loop that stand for all of its chunks.
+
+The bytes and FLOPs of a chunk follow from its sizes, and these change with the chunk's position in stretches: along each stretch
+every size is an affine function of the position. So the ends and the middle of a stretch tell all: FLOPs of the chunks between
+them lie on a parabola, and the peak is at one of the ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from streamfx.cost.meter import Meter, Rise
+from streamfx.cost.terms import LoopTerms
+from streamfx.ir.facts import Span
+from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
+from streamfx.ir.structure import structure
+from streamfx.runtime.loop import Chunks, Env, Loop
+
+Chunk = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LoopRun:
+    """What a run of a loop has cost: how far memory rose, and the work of all chunks."""
+
+    rise: Rise
+    flops: int
+    moved: int
+    attention_flops: int
+
+
+class SampledLoop(Loop):
+    """A loop that runs few of its chunks, and tells the meter what all of them would have cost.
+
+    A loop that equals one in `known`, in body and in the shapes of its arguments, runs none.
+    """
+
+    def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
+        super().__init__(spec)
+        self.meter, self.terms, self.known = meter, terms, known
+        self.flops = self.moved = self.rows = 0
+        self._stretches: list[range] = []
+        self._costs: dict[int, tuple[int, int, int]] = {}
+        self._upcoming: Iterator[int] = iter(())
+        self._is_known = False
+        self._upcoming_terms: Iterator[str] = iter(())
+
+    def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
+        self.rows = self.rows_per_chunk(length, env)
+        if self._is_known:
+            return []
+        every = Chunks(length, self.rows, self.spec.reverse)
+        self._stretches = stretches(every, self._edges(env))
+        picked = [position for stretch in self._stretches for position in sample_of(stretch)]
+        self._upcoming = iter(picked)
+        return [every[position] for position in picked]
+
+    def runner(self, bounds: Sequence[Chunk]) -> Callable[..., Sequence[Any]]:
+        return self._metered
+
+    def forward(self, *arguments: Any) -> tuple[Any, ...]:
+        key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
+        self._is_known, self._costs = key in self.known, {}
+        self._upcoming_terms = iter((*self.terms.buffers, *self._new_results()))
+        if self._is_known:
+            self.meter.reached(self.known[key].rise)
+            results = super().forward(*arguments)
+        else:
+            before = self._work()
+            with self.meter.rising() as rise:
+                results = super().forward(*arguments)
+            self.meter.flops, self.meter.moved, self.meter.attention_flops = before
+            self.known[key] = LoopRun(rise, self._all(0), self._all(1), self._all(2))
+        run = self.known[key]
+        self.meter.flops += run.flops
+        self.meter.moved += run.moved
+        self.meter.attention_flops += run.attention_flops
+        self.flops, self.moved = self.flops + run.flops, self.moved + run.moved
+        return results
+
+    def _all(self, kind: int) -> int:
+        costs = {position: cost[kind] for position, cost in self._costs.items()}
+        return sum(total(stretch, costs) for stretch in self._stretches)
+
+    def _metered(self, *feeds: Any) -> Sequence[Any]:
+        before = self._work()
+        with self._named(self.terms.chunk):
+            made: Sequence[Any] = self.spec.body(*feeds)
+        flops, moved, attention = (now - then for now, then in zip(self._work(), before, strict=True))
+        self._costs[next(self._upcoming)] = flops, moved, attention
+        return made
+
+    def _work(self) -> tuple[int, int, int]:
+        return self.meter.flops, self.meter.moved, self.meter.attention_flops
+
+    # -- terms
+
+    @contextmanager
+    def _named(self, term: str) -> Iterator[None]:
+        before, self.meter.term = self.meter.term, term
+        try:
+            yield
+        finally:
+            self.meter.term = before
+
+    def _new_results(self) -> Iterator[str]:
+        """The terms of results that get memory of their own."""
+        stacked = [item for item in self.spec.yields if isinstance(item, Stacked)]
+        return (term for item, term in zip(stacked, self.terms.stacked, strict=True) if item.reuse is None)
+
+    def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
+        with self._named(next(self._upcoming_terms)):
+            return super()._new_buffer(item, env, zeroed)
+
+    def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
+        with self._named(self.terms.buffers[item.buffer]):
+            return super()._finished(item, buffers, env)
+
+    def _edges(self, env: Env) -> set[int]:
+        """Rows at which the size of some part starts or stops to change."""
+        found: set[int] = set()
+        for feed in self.spec.feeds:
+            if isinstance(feed, (Part, BufferPart)):
+                for placement, selector in feed.where:
+                    found |= self._edges_of(placement, selector, env)
+        return found
+
+    def _edges_of(self, placement: Placement, selector: Selector, env: Env) -> set[int]:
+        first = self.size(placement.rows.offset, env)
+        ends = {first, first + self.size(placement.rows.length, env)}
+        shifts = {0}
+        if isinstance(selector, Span):
+            shifts = {bound for bound in (selector.low, selector.high) if bound is not None}
+        elif isinstance(selector, Shifted):
+            own = self.size(selector.rows.offset, env)
+            ends |= {own, own + self.size(selector.rows.length, env)}
+            by = self.size(selector.by, env)
+            shifts = {0, by, by + selector.reach}
+        return {end - shift for end in ends for shift in shifts}
+
+
+def stretches(chunks: Chunks, edges: Iterable[int]) -> list[range]:
+    """Positions of `chunks` in stretches along which sizes change evenly; the first and the last chunk stand alone."""
+    alone = {0, len(chunks) - 1}.union(*map(chunks.touching, edges))
+    found: list[range] = []
+    following = 0
+    for position in sorted(alone):
+        if following < position:
+            found.append(range(following, position))
+        found.append(range(position, position + 1))
+        following = position + 1
+    return found
+
+
+def sample_of(stretch: range) -> list[int]:
+    """The ends and the middle."""
+    return sorted({stretch[0], stretch[len(stretch) // 2], stretch[-1]})
+
+
+def total(stretch: range, costs: dict[int, int]) -> int:
+    """The sum over a stretch of the parabola through the sampled costs."""
+    points = [(position, costs[position]) for position in sample_of(stretch)]
+    constant, slope, curve = _parabola(points)
+    first, count = stretch[0], len(stretch)
+    last = first + count - 1
+    positions = count * (first + last) // 2
+    squares = _squares_up_to(last) - _squares_up_to(first - 1)
+    return int(constant * count + slope * positions + curve * squares)
+
+
+def _squares_up_to(last: int) -> int:
+    return last * (last + 1) * (2 * last + 1) // 6
+
+
+def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fraction]:
+    """The coefficients of Newton's polynomial through up to three points."""
+    (x, y), *others = points
+    if not others:
+        return Fraction(y), Fraction(0), Fraction(0)
+    slopes = [Fraction(other - y, at - x) for at, other in others]
+    curve = (slopes[1] - slopes[0]) / (others[1][0] - others[0][0]) if len(others) == 2 else Fraction(0)
+    second = others[0][0]
+    return y - slopes[0] * x + curve * x * second, slopes[0] - curve * (x + second), curve
+
+
+def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
+    """All of a loop that its costs follow from: equal layers have equal ones."""
+    buffers = tuple((buffer.shape, buffer.dtype, buffer.device, buffer.zeroed) for buffer in spec.buffers)
+    sizes = (spec.length, spec.reverse, spec.chunk_size, spec.device, spec.symbols)
+    return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
+
+
+def _shape(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value

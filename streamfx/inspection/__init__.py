@@ -1,0 +1,1 @@
+"""Tools that run the backend to look at it: `explain`, `verify`, and the tracing behind them."""

@@ -1,0 +1,188 @@
+"""`streamfx.explain`: what the backend would make of a model, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from streamfx.cost.flops import attention_flops, is_fused_attention
+from streamfx.cost.lengths import sequence_length
+from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
+from streamfx.cost.terms import loss_values
+from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
+from streamfx.ir.facts import Span
+from streamfx.ir.joint import bound_arguments
+from streamfx.log import log
+from streamfx.report.stages import StageReport, stage_reports
+from streamfx.report.text import report_text
+
+
+def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
+    """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
+
+    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device. The result
+    prints as a report, and its `summary()` is a dictionary.
+    """
+    return Explanation(traced(model, args, kwargs, options))
+
+
+class Explanation:
+    """What was found in one call; costs are predicted when they are first asked for."""
+
+    def __init__(self, call: TracedCall) -> None:
+        self.call = call
+
+    def __str__(self) -> str:
+        return report_text(self.summary())
+
+    __repr__ = __str__
+
+    @cached_property
+    def stages(self) -> list[StageReport]:
+        """The stages of all graphs, in order."""
+        return [
+            report
+            for number, graph in enumerate(self.call.graphs)
+            for report in stage_reports(graph.facts, number, self._streamed[number].loops)
+        ]
+
+    def summary(self, with_baseline: bool = True) -> dict[str, Any]:
+        """All figures and findings, in values that JSON knows.
+
+        Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
+        baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None without layers).
+        """
+        streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
+        gradients = [gradient_bytes(graph) for graph in self._called]
+        # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
+        return {
+            "graphs": len(self.call.graphs),
+            "graph_breaks": len(self.call.breaks),
+            "break_reasons": [asdict(item) for item in self.call.breaks],
+            "stopped": self.call.stopped or None,
+            "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
+            "stages": [report.as_dict() for report in self.stages],
+            "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
+            "peak_bytes": max(peak_of_calls(streamed, gradients), baseline.gradients),
+            "baseline_peak_bytes": baseline.peak,
+            "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
+            "saved_bytes": sum(cost.held for cost in streamed),
+            "baseline_saved_bytes": baseline.held,
+            "flops": flops_of_calls(streamed),
+            "baseline_flops": baseline.flops,
+            "options": self.call.options.as_dict(),
+        }
+
+    # -- costs by graph, and by call
+
+    @property
+    def _called(self) -> list[TracedGraph]:
+        return self.call.calls or self.call.graphs
+
+    def _of_calls(self, costs: list[Cost]) -> list[Cost]:
+        """The cost of each call, given that of each graph."""
+        of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
+        return [of_graph[id(graph)] for graph in self._called]
+
+    @cached_property
+    def _streamed(self) -> list[Cost]:
+        return [_cost_with_backend(graph) for graph in self.call.graphs]
+
+    @property
+    def costs(self) -> list[Cost]:
+        """What each call of a graph costs with the backend."""
+        return self._of_calls(self._streamed)
+
+    @cached_property
+    def baseline(self) -> Cost:
+        """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
+        cost = self.call.eager or self._baseline_of_graphs()
+        return self.visible(cost)
+
+    def visible(self, cost: Cost) -> Cost:
+        """The cost of the call by another way, without FLOPs on pairs that masks hide."""
+        shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
+        hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
+        in_layers = cost.layer_attention * hidden // cost.attention_flops if hidden else 0
+        return replace(
+            cost,
+            flops=cost.flops - hidden,
+            attention_flops=cost.attention_flops - hidden,
+            layer_flops=cost.layer_flops - in_layers,
+            layer_attention=cost.layer_attention - in_layers,
+        )
+
+    def _baseline_of_graphs(self) -> Cost:
+        costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
+        peak = peak_of_calls(costs, [gradient_bytes(graph) for graph in self._called])
+        names = ("held", "flops", "masked_flops", "attention_flops")
+        held, flops, masked, attention = (sum(getattr(cost, name) for cost in costs) for name in names)
+        return Cost(peak, peak, held, flops, masked, attention_flops=attention)
+
+
+def _cost_with_backend(graph: TracedGraph) -> Cost:
+    program = graph.facts.program or graph
+    return cost_of(program.forward, program.backward, graph.num_outputs, loss_values(graph.facts))
+
+
+def _cost_without_backend(graph: TracedGraph) -> Cost:
+    """In eager; as AOTAutograd would run it where the graph has something that only a tracer can run."""
+    try:
+        return eager_cost_of_graph(graph.module)
+    except Exception as error:
+        log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
+        return cost_of(graph.forward, graph.backward, graph.num_outputs)
+
+
+def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
+    """FLOPs of a graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on all."""
+    spans = {} if graph.facts.causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
+    modules = [module for module in (graph.forward, graph.backward) if module is not None]
+    nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
+    masked = [node for node in nodes if not bound_arguments(node)["is_causal"]]
+    return sum(_flops(node, spans.get(node.name, Span())) for node in masked), sum(_flops(node, Span()) for node in masked)
+
+
+def _flops(node: fx.Node, span: Span) -> int:
+    arguments = bound_arguments(node)
+    values = {name: arguments[name].meta["val"] for name in ("query", "key", "value")}
+    return attention_flops(node.target, values, span)
+
+
+def flops_of_calls(costs: list[Cost]) -> int:
+    return sum(cost.flops for cost in costs)
+
+
+def peak_of_calls(costs: list[Cost], gradients: list[int]) -> int:
+    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run.
+
+    `gradients` are the bytes of each graph's gradients of parameters; other gradients are handed on and not counted twice.
+    """
+    peak = held = later = 0
+    for cost in costs:
+        peak = max(peak, held + cost.forward_peak)
+        held += cost.held
+    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
+        held -= cost.held
+        peak = max(peak, held + cost.backward_peak + later)
+        later += own
+    return peak
+
+
+def gradient_bytes(graph: TracedGraph) -> int:
+    """Bytes of the gradients of a graph's parameters."""
+    joint = graph.facts.joint
+    pairs = zip(joint.inputs, joint.gradients, strict=False)
+    return sum(bytes_like(primal.meta["val"]) for primal, gradient in pairs if gradient is not None and is_parameter(primal))
+
+
+def is_parameter(primal: fx.Node) -> bool:
+    return bool(primal.meta.get("streamfx_static_address", False))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0

@@ -1,0 +1,243 @@
+"""Traces a call of a model as `torch.compile` would, and leaves the model as it was.
+
+The frame runs under fake tensors: Dynamo and AOTAutograd trace it, the passes analyse each graph, and what would then compute is
+replaced by something that only returns tensors of the right shapes. Nothing is computed, and no gradient is made.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+from streamfx.backend import Compilation
+from streamfx.cost.memory import Cost, eager_cost_of, made_like
+from streamfx.cost.values import RealIntegers
+from streamfx.errors import NotTraced, OverBudget, told
+from streamfx.inspection.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import graph_copy
+from streamfx.log import log
+from streamfx.options import Options, resolved
+from streamfx.report.reasons import RECURRENT
+from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
+from streamfx.torch_private.dynamo import (
+    cause_of,
+    cause_of_break,
+    compiled_apart,
+    noted_graph_breaks,
+    quiet_tracer,
+    raised_as_itself,
+)
+
+
+@dataclass
+class TracedGraph:
+    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them."""
+
+    module: fx.GraphModule
+    facts: Facts
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place at which Dynamo could not go on tracing; `given_up` says that the rest of the function runs in eager."""
+
+    reason: str
+    where: str
+    do: str = ""
+    given_up: bool = False
+
+
+@dataclass
+class TracedCall:
+    """All graphs of one call; `calls` has a graph as often as it is called, in order.
+
+    `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
+    every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
+    """
+
+    options: Options
+    graphs: list[TracedGraph] = field(default_factory=list)
+    calls: list[TracedGraph] = field(default_factory=list)
+    breaks: tuple[GraphBreak, ...] = ()
+    eager: Cost | None = None
+    checkpointed: Cost | None = None
+    stopped: str = ""
+
+
+def traced(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None, baselines: bool = True
+) -> TracedCall:
+    """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`."""
+    model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    if not callable(model):
+        raise _not_traced(f"a {type(model).__name__}, which cannot be called")
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
+    mode = fake_mode_of(tensors) or FakeTensorMode()
+    faker = Faker(mode, device_of(tensors))
+    call = TracedCall(replace(resolved(options), strict=False))
+    with accepting_real(mode), mode:
+        _trace(call, model, args, kwargs, faker)
+        if not baselines:
+            return call
+        call.eager = _eager_cost(model, args, kwargs, faker, checkpointed=False)
+        if layers_of(model):
+            call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed=True)
+    return call
+
+
+def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker) -> None:
+    """Fill in the graphs of a call, in the fake mode that is active."""
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        with real_values(), raised_as_itself(module.graph):
+            return _Watched(module, call).compile(inputs)
+
+    with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+        faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
+        for module in modules_of(model):
+            module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
+        try:
+            torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
+        except Exception as error:
+            cause = cause_of(error) or error
+            if isinstance(cause, OverBudget):
+                raise cause from None
+            call.stopped = told(cause)
+            if not call.graphs:
+                raise _not_traced(call.stopped) from error
+    call.breaks = distinct_breaks(breaks)
+    if not call.graphs:
+        found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
+        raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
+
+
+def _eager_cost(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, checkpointed: bool
+) -> Cost | None:
+    """What the call costs in eager, with layers checkpointed or not; None if its Python code asks for data that nobody has."""
+    layers = layers_of(model)
+    with untouched(model):
+        faker.replace(modules_of(model), buffers=True)
+        args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
+        for layer in layers if checkpointed else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        parameters = {id(tensor): tensor for module in modules_of(model) for tensor in held_tensors(module)}.values()
+        try:
+            with RealIntegers(), without_gradients([*given, *parameters]):  # fake tensors are the same from call to call
+                cost = eager_cost_of(lambda: model(*args, **kwargs), () if checkpointed else layers)
+                made = (tensor.grad for tensor in parameters if tensor.is_leaf)
+                return replace(cost, gradients=sum(gradient.nbytes for gradient in made if gradient is not None))
+        except Exception as error:
+            log.info("no eager baseline: %s", error)
+            return None
+
+
+def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The layers that a model repeats: the elements of its outermost lists of modules."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in modules_of(model):
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            layers = [layer for layer in module if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
+            found += layers
+            inside.update(part for layer in layers for part in layer.modules())
+    return found
+
+
+def _not_traced(found: str, do: str = "") -> NotTraced:
+    return NotTraced(
+        "streamfx.explain asks for a call that torch.compile can trace",
+        found=found,
+        do=do or "check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
+    )
+
+
+@contextmanager
+def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
+    """Real parameters may meet fake inputs."""
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
+    """Each place once: a break inside of an inlined function is met again by the function around it."""
+    breaks: dict[str, GraphBreak] = {}
+    for file, line, text in found:
+        where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
+        reason, hint, given_up = cause_of_break(text)
+        do = RECURRENT if "RNN, GRU, or LSTM" in reason else hint
+        breaks.setdefault(where, GraphBreak(reason, where, do, given_up))
+    return tuple(breaks.values())
+
+
+class _Watched(Compilation):
+    """A compilation that keeps what it finds, and runs nothing."""
+
+    def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
+        super().__init__(module, call.options)
+        self.call = call
+        self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        number = len(self.facts)
+        halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        if len(self.facts) > number:
+            facts = self.facts[-1]
+            plain = halves
+            if facts.program is not None:
+                plain = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+            self.call.graphs.append(TracedGraph(self.seen, facts, *plain, num_fwd_outputs))
+        return halves
+
+    def hand_over(self) -> None:
+        """Go on tracing: nothing is compiled."""
+
+    def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _StandIn(module, self.call)
+
+    def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _StandIn(module, self.call)
+
+    def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        super().run_inference(module, inputs)
+        outputs = module.graph.output_node().args[0]
+        count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
+        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], module, None, count))
+        return _StandIn(module, self.call)
+
+
+class _StandIn:
+    """Returns what a graph would return, without running it."""
+
+    def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
+        self._outputs = module.graph.output_node().args[0]
+        self._call, self._graph = call, call.graphs[-1]
+        self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        arguments.clear()
+        self._call.calls.append(self._graph)
+        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in self._outputs]  # type: ignore[union-attr]
+        return [made_like(value) for value in values]

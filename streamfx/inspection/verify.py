@@ -1,0 +1,235 @@
+"""`streamfx.verify`: the same call in eager and through the backend, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from streamfx.backend import Compilation
+from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
+from streamfx.options import resolved
+from streamfx.torch_private import is_compiled
+from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+SHOWN = 8
+ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
+
+
+def verify(
+    model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
+) -> Verification:
+    """Run `model(*args, **kwargs)` and its gradients in eager and through the backend, and compare.
+
+    `loss` makes the number to differentiate of the model's output; without it that is `output.loss`, the output itself if it is
+    a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
+    that require them. The model's state, its `.grad`s and all random generators are left as they were.
+    """
+    model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    given = resolved(options)
+    _check_functions(model, loss)
+    sources = gradient_sources(model, (args, kwargs))
+    _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
+    compilations: list[Compilation] = []
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        compilations.append(Compilation(module, given))
+        with raised_as_itself(module.graph):
+            return compilations[-1].compile(inputs)
+
+    def run(function: Callable[..., Any]) -> Run:
+        with untouched(model):
+            return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
+
+    with failing_in_eager():
+        eager = run(model)
+    if eager.is_random:
+        raise NotComparable(
+            ASKED,
+            found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
+            do="call model.eval(), or set the probabilities of dropout to 0",
+        )
+    with compiled_apart(backend) as keywords:
+        streamed = run(torch.compile(model, backend=backend, **keywords))
+    return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+
+
+@contextmanager
+def failing_in_eager() -> Iterator[None]:
+    """Says so if the call fails without the backend."""
+    try:
+        yield
+    except StreamFXError:
+        raise
+    except Exception as error:
+        raise NotComparable(
+            ASKED,
+            found=f"in eager, without the backend, it raises {told(error)}",
+            do="check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: the loss, a gradient for each tensor asked for (None where it does not matter), whether it drew at random."""
+
+    loss: Tensor
+    gradients: tuple[Tensor | None, ...]
+    is_random: bool
+
+
+def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequence[Tensor]) -> Run:
+    with randomness_kept(), torch.enable_grad():
+        before = _generator_states()
+        value = loss(call())
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise NotComparable(ASKED, found=f"the loss is {_described(value)}", do="let loss= return a tensor with one element")
+        is_random = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
+        gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
+        if value.requires_grad and sources:
+            gradients = torch.autograd.grad(value.reshape(()), list(sources), allow_unused=True)
+        return Run(value.detach().reshape(()).clone(), gradients, is_random)
+
+
+class Verification:
+    """Differences between eager and the backend, relative to eager's norms.
+
+    `errors` maps each parameter and input to the norm of the difference of its gradients over their norm. What lies below the
+    rounding error of the whole gradient is no difference: a gradient that is zero but for rounding has no digits to compare.
+    """
+
+    def __init__(self, names: Sequence[str], eager: Run, streamed: Run, precision: torch.dtype) -> None:
+        self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
+        self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
+        self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
+        self.norms = {name: _norm(gradient) for name, gradient in zip(names, eager.gradients, strict=True)}
+        floor = torch.finfo(precision).eps / self.tolerance * sum(norm**2 for norm in self.norms.values()) ** 0.5
+        pairs = zip(names, streamed.gradients, eager.gradients, strict=True)
+        self.errors = {name: relative_difference(ours, theirs, floor) for name, ours, theirs in pairs}
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative difference, of the loss or of any gradient."""
+        return max([self.loss_error, *self.errors.values()])
+
+    @property
+    def ok(self) -> bool:
+        return self.max_error <= self.tolerance
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        verdict = "the same as eager" if self.ok else "NOT the same as eager"
+        kind = str(self.precision).removeprefix("torch.")
+        yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
+        yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
+        if not self.errors:
+            yield "  nothing requires a gradient"
+            return
+        worst = sorted(self.errors, key=lambda name: -self.errors[name])
+        width = max(len(name) for name in ["gradient of", *worst[:SHOWN]])
+        yield f"  {'gradient of':<{width}}  difference   norm in eager"
+        for name in worst[:SHOWN]:
+            yield f"  {name:<{width}}  {self.errors[name]:10.1e}   {self.norms[name]:13.4g}"
+        if len(worst) > SHOWN:
+            yield f"  and {len(worst) - SHOWN} more, none larger"
+
+
+def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
+    """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero."""
+    if value is None or truth is None:
+        difference = _norm(truth if value is None else value)
+    else:
+        difference = _norm(value.to(torch.promote_types(value.dtype, torch.float64)) - truth)
+    scale = max(_norm(truth), floor)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else math.inf
+
+
+def _norm(tensor: Tensor | None) -> float:
+    if tensor is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float64)))
+
+
+def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor]:
+    """Parameters and inputs that require gradients, by name."""
+    found: dict[str, Tensor] = {}
+    if isinstance(model, nn.Module):
+        found.update(model.named_parameters())
+    else:
+        for module in modules_of(model):
+            for name, parameter in module.named_parameters(recurse=False):
+                found[f"{type(module).__name__}.{name}{'' if name not in found else len(found)}"] = parameter
+    for path, value in tree_flatten_with_path(inputs)[0]:
+        if isinstance(value, Tensor):
+            found[f"input {keystr(path[1:])}"] = value
+    distinct = {id(tensor): name for name, tensor in reversed(found.items()) if tensor.requires_grad}
+    return {name: found[name] for name in reversed(distinct.values())}
+
+
+def default_loss(output: Any) -> Tensor:
+    """`output.loss`, the output itself if it is a number, or a fixed random combination of its tensors."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not tensors:
+        raise NotComparable(
+            ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate"
+        )
+    return sum((_combined(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
+
+
+def _combined(tensor: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
+    return (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
+
+
+def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
+    """The least precise type that anything is computed in."""
+    values = [node.meta.get("val") for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
+    found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _check_functions(model: Any, loss: Any) -> None:
+    if not callable(model):
+        raise NotComparable(ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one")
+    if loss is not None and not callable(loss):
+        raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
+
+
+def _check_data(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            raise NotComparable(
+                ASKED,
+                found=f"{_described(tensor)} holds no data",
+                do="give real tensors, or use streamfx.explain, which needs none",
+            )
+
+
+def _described(value: Any) -> str:
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _generator_states() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]

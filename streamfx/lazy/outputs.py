@@ -1,0 +1,69 @@
+"""What the caller of a graph with deferred outputs gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.ir.recipe import Given, GivenInput, GivenOutput, Kept, Made, OutputPlan, Program, Recipe
+from streamfx.ir.sizes import Size
+from streamfx.lazy.deferred import deferred
+from streamfx.lazy.in_chunks import RowsInChunks
+from streamfx.lazy.rebuild import Agreement, Source, UseCompiler, run_program
+from streamfx.runtime.sizes import compiled_size
+
+
+@dataclass(frozen=True)
+class WithDeferred:
+    """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such."""
+
+    compiled: Callable[..., Sequence[Any]]
+    plan: OutputPlan
+    compiler: UseCompiler | None = None
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        made = self.compiled(*arguments)
+        sizes = self.plan.sizes.values(arguments)
+        agreement = Agreement(self.compiler, RowsInChunks())
+        tensors = [self._deferred(recipe, arguments, made, sizes, agreement) for recipe in self.plan.recipes]
+
+        def result(item: Kept | Made) -> Any:
+            return made[item.position] if isinstance(item, Kept) else _view(tensors[item.recipe], item.view, sizes)
+
+        results = [result(item) for item in self.plan.results]
+        return tuple(None if place is None else results[place] for place in self.plan.order)
+
+    def _deferred(
+        self, recipe: Recipe, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
+    ) -> Tensor:
+        values = [_value(given, arguments, made, sizes) for given in recipe.program.given]
+        shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
+        like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
+        return deferred(Source(recipe, values, like.numel(), agreement), like, values)
+
+
+def _view(tensor: Tensor, view: Program | None, sizes: Mapping[str, int]) -> Tensor:
+    if view is None:
+        return tensor
+    result: Tensor = run_program(view, [tensor, *(_value(given, (), (), sizes) for given in view.given)])
+    return result
+
+
+def _value(given: Given, arguments: Sequence[Any], made: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    if isinstance(given, GivenInput):
+        return arguments[given.position]
+    if isinstance(given, GivenOutput):
+        return made[given.position]
+    return _size(given.size, sizes)
+
+
+def _size(size: Size, sizes: Mapping[str, int]) -> int:
+    return size if isinstance(size, int) else _function(size)(dict(sizes))
+
+
+_function = cache(compiled_size)

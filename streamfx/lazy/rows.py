@@ -1,0 +1,91 @@
+"""Which dimensions of a program's result are rows: row i needs row i of what is given and no other.
+
+Each rule tells, for the dimensions of a result, which dimension of the given tensor they follow index by index, or
+None. After a function without a rule they follow nothing, and the result is made as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from torch import fx
+
+from streamfx.lazy.table import Kind, kind_of
+from streamfx.lazy.values import example, is_dense
+
+Follows: TypeAlias = "tuple[int | None, ...]"
+Known: TypeAlias = "Mapping[fx.Node, Follows]"
+
+
+def rows_of_program(given: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
+    """For each dimension of the last node: the dimension of `given` whose rows are its rows."""
+    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}
+    for node in rebuilt:
+        if is_dense(node):
+            known[node] = _follows(node, known)
+    return known[rebuilt[-1]]
+
+
+def _follows(node: fx.Node, known: Known) -> Follows:
+    rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
+    follows = rule(node, known) if rule is not None else ()
+    rank = example(node).dim()
+    return follows if len(follows) == rank else (None,) * rank
+
+
+def _of(node: object, known: Known) -> Follows:
+    if isinstance(node, fx.Node) and is_dense(node):
+        return known.get(node, (None,) * example(node).dim())
+    return ()
+
+
+def _pointwise(node: fx.Node, known: Known) -> Follows:
+    """Dimensions are aligned from the last; all operands that have one (and do not repeat it) must follow the same."""
+    rank = example(node).dim()
+    aligned: list[set[int | None]] = [set() for _ in range(rank)]
+    for operand in filter(is_dense, node.all_input_nodes):
+        shape, follows = example(operand).shape, _of(operand, known)
+        for place, (size, dim) in enumerate(zip(shape, follows, strict=True), rank - len(shape)):
+            if not (isinstance(size, int) and size == 1):
+                aligned[place].add(dim)
+    return tuple(dims.pop() if len(dims) == 1 else None for dims in aligned)
+
+
+def _same(node: fx.Node, known: Known) -> Follows:
+    return _of(node.args[0], known)
+
+
+def _index(node: fx.Node, known: Known) -> Follows:
+    """x[:, 0:, ...]: full slices only."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    full = all(item is Ellipsis or item in (slice(None), slice(0, None), slice(0, None, 1)) for item in index)
+    return _of(node.args[0], known) if full else ()
+
+
+def _softmax(node: fx.Node, known: Known) -> Follows:
+    follows = list(_of(node.args[0], known))
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if not isinstance(dim, int) or not follows:
+        return ()
+    follows[dim] = None
+    return tuple(follows)
+
+
+def _linear(node: fx.Node, known: Known) -> Follows:
+    """x [..., k] with a weight [k, n] that has no rows of the given tensor."""
+    if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
+        return ()
+    weights = (node.args[1], *(operand for operand in node.all_input_nodes if operand is not node.args[0]))
+    if any(dim is not None for weight in weights for dim in _of(weight, known)):
+        return ()
+    return (*_of(node.args[0], known)[:-1], None)
+
+
+RULES: dict[Kind, Callable[[fx.Node, Known], Follows]] = {
+    Kind.POINTWISE: _pointwise,
+    Kind.SAME: _same,
+    Kind.INDEX: _index,
+    Kind.SOFTMAX: _softmax,
+    Kind.LINEAR: _linear,
+}

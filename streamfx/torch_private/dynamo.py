@@ -1,0 +1,193 @@
+"""What `torch_private.py` is for Dynamo: its errors, its graph breaks, and what it keeps of compilations."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import config
+from torch._dynamo.exc import ShortenTraceback
+
+from streamfx.errors import StreamFXError
+from streamfx.torch_private.lines import source_line
+
+
+def compiling() -> Any:
+    """A context in which this thread alone compiles, Dynamo included: tracers patch what all threads use (2.11, 2.13)."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def isolated() -> dict[str, Any]:
+    """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+class Passing(ShortenTraceback):
+    """One of our errors on its way through Dynamo, which wraps all others of a backend and asks to report them (2.11, 2.13).
+
+    Dynamo lets this kind through, and raises what `remove_dynamo_frames` returns once it has reached the call of the compiled
+    function. Each is an error of its own class, too, for who catches it on the way.
+    """
+
+    def __init__(self, own: StreamFXError) -> None:
+        super().__init__(*own.args, first_useful_frame=None)
+        self.__dict__.update(vars(own))
+        self.own = own
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error itself, with the frames of the user's code alone; with all of them under `TORCHDYNAMO_VERBOSE=1`."""
+        trace = self.__traceback__
+        return self.own.with_traceback(trace if config.verbose else _frames_of_user(trace))
+
+    @property
+    def record_filename(self) -> str:
+        """What Dynamo asks for where it is about to swallow an error (`suppress_errors`): a refusal is no failure."""
+        raise self
+
+    @record_filename.setter
+    def record_filename(self, name: str) -> None:
+        """For `replay_record_enabled`."""
+
+
+@contextmanager
+def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
+    """For what a backend does with a graph: an error of ours reaches the caller of the compiled function as what it is."""
+    try:
+        yield
+    except StreamFXError as error:
+        _name_place(error, graph)
+        kind: type[Passing] = type(type(error).__name__, (Passing, type(error)), {"__module__": __name__})
+        raise kind(error) from None
+
+
+def _name_place(error: StreamFXError, graph: fx.Graph) -> None:
+    """Notes down which of the user's code was being compiled."""
+    place = next(filter(None, map(source_line, reversed(graph.nodes))), "")
+    if place and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"  raised while the code up to this line was compiled: {place}")
+
+
+def _frames_of_user(trace: TracebackType | None) -> TracebackType | None:
+    """The frames that led to the compiler, without those of torch."""
+    frames: list[TracebackType] = []
+    while trace is not None and (module := trace.tb_frame.f_globals.get("__name__", "")) != "torch._dynamo.convert_frame":
+        frames += [trace] if module.split(".")[0] != "torch" else []
+        trace = trace.tb_next
+    kept = None
+    for frame in reversed(frames):
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def cause_of(error: BaseException) -> Exception | None:
+    """What a compilation failed of: one of our own errors, or an error of the model's; None for all others (2.11, 2.13).
+
+    Dynamo wraps the model's. The place in the model becomes a note of the error, whose own traceback is that of the tracer.
+    """
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+    if isinstance(error, StreamFXError):
+        return error
+    if not isinstance(error, TorchRuntimeError):
+        return None
+    cause: BaseException | None = error
+    while isinstance(cause, TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, Exception):
+        return None
+    if error.real_stack and hasattr(cause, "add_note"):  # Python 3.11
+        frame = error.real_stack[-1]
+        cause.add_note(f'found while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')
+    return cause
+
+
+@contextmanager
+def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
+    found: list[tuple[str, int, str]] = []
+    shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := shape.search(record.getMessage()):
+                found.append((match[1], int(match[2]), match[3]))
+
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def cause_of_break(reason: str) -> tuple[str, str, bool]:
+    """Of what Dynamo says of a graph break: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
+    given_up = "falling back to eager" in reason
+    cause = reason.split("Graph break encountered:", 1)[-1].strip()
+    if found := re.search(r"^(\S.*)\n  Explanation: (.*)", cause, re.MULTILINE):
+        hint = re.search(r"^  Hint: (.*)", cause, re.MULTILINE)
+        return f"{found[1]}: {found[2]}", hint[1] if hint and "report" not in hint[1] else "", given_up
+    return cause.split("\n", 1)[0], "", given_up
+
+
+@contextmanager
+def quiet_tracer() -> Iterator[None]:
+    """Errors of fake tensors are raised, and not logged with a traceback before that (2.11, 2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
+
+    That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
+    """
+    from torch._dynamo import pgo
+
+    learned = pgo.get_code_state()
+    before = copy.deepcopy(dict(learned))
+    try:
+        with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+            yield isolated()
+    finally:
+        learned.clear()
+        learned.update(before)
+        _drop_compiled_code(backend)
+
+
+def _drop_compiled_code(backend: Callable[..., Any]) -> None:
+    """Forget a backend's compiled code; code compiled by others stays."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        entries = [] if code is None else _debug_get_cache_entry_list(code)
+        own = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
+        if own and len(own) == len(entries):
+            reset_code(code)
+            continue
+        for entry in own:
+            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx has seen enough"))
