@@ -4,7 +4,7 @@ if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from streamfx.errors import OverBudget
@@ -14,6 +14,7 @@ from streamfx.options import Options
 from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
+from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
 from streamfx.passes.canonicalization.canonicalize import Canonicalize
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
 from streamfx.passes.codegen.lower import Lower
@@ -36,12 +37,30 @@ class Pass(Protocol):
     def apply(self, facts: Facts) -> Facts: ...
 
 
+@dataclass(frozen=True)
+class Fixpoint:
+    """An analysis, and a rewrite that it allows, in turn until nothing is left to rewrite."""
+
+    analysis: Pass
+    rewrite: Pass
+
+    @property
+    def name(self) -> str:
+        return self.analysis.name
+
+    def apply(self, facts: Facts) -> Facts:
+        facts = self.analysis.apply(facts)
+        while (rewritten := self.rewrite.apply(facts)) is not facts:
+            facts = self.analysis.apply(rewritten)
+        return facts
+
+
 def pipeline(options: Options) -> tuple[Pass, ...]:
     """All passes, in order."""
     return (
         Canonicalize(),  # what is this, in the fewest operators?
         Recurrences(),  # which unrolled loops carry a state from row to row?
-        Axes(),  # which dimension of which value is the sequence?
+        Fixpoint(Axes(), SumsAlongSequence()),  # which dimension of which value is the sequence?
         Demand(),  # which rows of its operands does each operator need?
         Causality(),  # which keys can a chunk's rows see?
         Stages(),  # where is it cheapest to cut?

@@ -27,8 +27,7 @@ from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
-from streamfx.passes.canonicalization.along_sequence import run_along_sequence, taken_apart
-from streamfx.passes.canonicalization.opaque import is_opaque, places_like, why_opaque
+from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, Rule, rule_for
 from streamfx.passes.operators.traits import is_moved_elements, is_random, producer_of
 from streamfx.runtime.rng import drawing
@@ -64,21 +63,23 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
-        axes = axes_of(facts.joint)
-        sequence = sequence_axis(facts.joint, axes)
-        if split := _split_axes(facts.joint, axes, sequence):
-            kept = axes_of(facts.joint, split)
-            whole = sequence_axis(facts.joint, kept)
-            places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
-            if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
-                mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
-                whole = sequence_of(mains[0], kept) if mains else None
-            if whole is not None:
-                axes, sequence = kept, whole
-        axes = replace(axes, sequence=sequence)
-        if sequence is not None and (found := run_along_sequence(facts.joint, axes)):
-            return self.apply(replace(facts, joint=taken_apart(facts.joint, found)))
-        return replace(facts, axes=axes)
+        return replace(facts, axes=sequence_axes(facts.joint))
+
+
+def sequence_axes(joint: JointGraph) -> AxisFacts:
+    """The axes of every dimension, and which of them is the sequence."""
+    axes = axes_of(joint)
+    sequence = sequence_axis(joint, axes)
+    if split := _split_axes(joint, axes, sequence):
+        kept = axes_of(joint, split)
+        whole = sequence_axis(joint, kept)
+        places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
+        if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
+            mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
+            whole = sequence_of(mains[0], kept) if mains else None
+        if whole is not None:
+            axes, sequence = kept, whole
+    return replace(axes, sequence=sequence)
 
 
 def _holds(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:

@@ -22,8 +22,8 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.sizes import numeric, product, quotient
-from streamfx.passes.canonicalization.opaque import is_part_of_opaque
 from streamfx.passes.operators.fillers import FILLERS
+from streamfx.passes.operators.opaque import is_part_of_opaque
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements, is_random
 
 aten = torch.ops.aten

@@ -8,12 +8,14 @@ Along any other axis they stay what they are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import fx
 
-from streamfx.ir.facts import AxisFacts
+from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, joint_graph, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 
@@ -22,13 +24,25 @@ aten = torch.ops.aten
 MOST = 3  # operands: a value joined row by row would be padded once for each row
 
 
-def run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
+@dataclass(frozen=True)
+class SumsAlongSequence:
+    """Once it is written, the axes of the new graph have to be found."""
+
+    name: ClassVar[str] = "sums along the sequence"
+
+    def apply(self, facts: Facts) -> Facts:
+        axes = facts.axes
+        found = [] if axes is None or axes.sequence is None else _run_along_sequence(facts.joint, axes)
+        return replace(facts, joint=_taken_apart(facts.joint, found), axes=None) if found else facts
+
+
+def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
     """The joins and norms of computed values along the sequence."""
     tests = {aten.cat.default: _is_join, aten.linalg_vector_norm.default: _is_norm}
     return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
 
 
-def taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
+def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
     """The graph with each of these written as sums, in place."""
     writer = GraphWriter(joint.graph)
     for node in nodes:

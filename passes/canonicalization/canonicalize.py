@@ -29,13 +29,14 @@ from streamfx.passes.canonicalization.fused import unify_attention
 from streamfx.passes.canonicalization.grouped import undo_group_expansion
 from streamfx.passes.canonicalization.identities import IDENTITIES
 from streamfx.passes.canonicalization.one_hot import one_of_each, put_into_each
-from streamfx.passes.canonicalization.opaque import may_be_merged, note_layouts, number_parts
+from streamfx.passes.canonicalization.opaque import note_layouts, number_parts
 from streamfx.passes.canonicalization.permutations import undo_orders
 from streamfx.passes.canonicalization.reversed_scans import reversed_scan
 from streamfx.passes.canonicalization.row_numbers import rows_of_matrix
 from streamfx.passes.canonicalization.scattered import rows_added_by_number, rows_by_number
 from streamfx.passes.canonicalization.windows_of_rows import windows, windows_backward
 from streamfx.passes.operators.fillers import fill_of
+from streamfx.passes.operators.opaque import may_be_merged
 from streamfx.passes.operators.rules.loss import MEAN, SUM
 from streamfx.passes.operators.traits import is_random
 from streamfx.runtime.rng import draw_seed

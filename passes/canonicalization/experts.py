@@ -20,8 +20,9 @@ from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.ranges import LONGEST, is_exact_in
 from streamfx.ir.sizes import Size
+from streamfx.ir.writer import size_arguments
 from streamfx.passes.canonicalization.permutations import Orders, Reordered
-from streamfx.passes.canonicalization.row_numbers import VIEWS, counts_up, size_arguments
+from streamfx.passes.canonicalization.row_numbers import VIEWS, counts_up
 from streamfx.passes.operators.fillers import fill_of
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.passes.operators.values.casts import RESHAPED, SAME_SHAPES, behind_copies, is_whole

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
-from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.row_numbers import repeats, size_arguments
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.row_numbers import repeats
 from streamfx.passes.operators.fillers import is_zero
 
 aten = torch.ops.aten

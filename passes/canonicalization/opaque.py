@@ -1,10 +1,7 @@
-"""Operators that no rule looks into: higher-order ones, those of other packages, and those that read how operands lie in memory.
+"""What operators that no rule looks into have to be given, noted before anything is rewritten: the memory that they read.
 
-They run whole, between loops, just as they were traced, and on operands that lie in memory as they did then: a loop puts the rows
-of a result side by side, whatever the operator that makes them would have done.
-
-    as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
-    getitem(getitem(cond, 1), 0)       ->   part_of(cond, 1, 0)         a result within a result
+as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
+getitem(getitem(cond, 1), 0)       ->   part_of(cond, 1, 0)         a result within a result
 """
 
 from __future__ import annotations
@@ -16,17 +13,13 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
-from streamfx.ir.sizes import Size, shape_of, size_of
+from streamfx.ir.sizes import Size, size_of
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.operators.rules.registry import rule_for
+from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
-from streamfx.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
-LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
-READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
-READS_MEMORY |= {target: target for target in READS_STRIDES}
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -51,28 +44,6 @@ SHOWS_MEMORY = frozenset(
         aten.unbind.int,
     }
 )
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Whether no rule tells what an operator does with the axes of its operands."""
-    return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
-
-
-def why_opaque(node: fx.Node) -> str:
-    """What is in the way of a rule, in a user's words."""
-    if node.target in READS_MEMORY:
-        return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
-    if isinstance(node.target, HigherOrderOperator):
-        inner = next((argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)), None)
-        return (
-            f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
-        )
-    return f"no rule for {node.target}"
-
-
-def may_be_merged(node: fx.Node) -> bool:
-    """Whether two equal calls give the same: what is drawn at random in a function that an operator calls, nobody tells."""
-    return not isinstance(node.target, HigherOrderOperator)
 
 
 def note_layouts(graph: fx.Graph) -> None:
@@ -137,26 +108,3 @@ def number_parts(graph: fx.Graph) -> None:
                 made = graph.call_function(part_of, (inner, *path))
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made, propagate_meta=False)
-
-
-def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """For each dimension of an opaque operator's result the same dimension of an operand of the same rank, where that is as long.
-
-    The two are taken for one axis. Nothing is claimed by that: the operator runs in one piece, and loops may cut its result
-    into rows as they like. A wrong guess costs rows that do not stream.
-    """
-    operands = [operand for operand in tensor_operands(node) if operand.meta["val"].dim() == value.dim()]
-    sizes: list[tuple[Size, ...]] = [shape_of(operand.meta["val"]) for operand in operands]
-    return [
-        next(((operand, i) for operand, own in zip(operands, sizes, strict=True) if own[i] == size != 1), None)
-        for i, size in enumerate(shape_of(value))
-    ]
-
-
-def is_part(node: fx.Node) -> bool:
-    """Whether a node takes a result out of an operator's results."""
-    return node.target is operator.getitem or node.target is part_of
-
-
-def is_part_of_opaque(node: fx.Node) -> bool:
-    return node.target is part_of and is_tensor(node)

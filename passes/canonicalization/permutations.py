@@ -24,8 +24,8 @@ from torch import fx
 from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
-from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, row_index, size_arguments
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, row_index
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.passes.operators.values import Values

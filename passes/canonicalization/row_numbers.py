@@ -18,7 +18,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
-from streamfx.ir.writer import GraphWriter
+from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.values.transfer import longest
 
@@ -149,9 +149,3 @@ def counts_up(node: Any) -> bool:
     arguments = bound_arguments(node)
     from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
     return bool(from_zero and is_exact_in(node.meta["val"].dtype, 0, longest(shape_of_node(node)[0])))
-
-
-def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """The sizes of a value as arguments: numbers, or nodes that read those that are dynamic."""
-    shape = node.meta["val"].shape
-    return [size if isinstance(size, int) else writer.call(aten.sym_size.int, node, dim) for dim, size in enumerate(shape)]

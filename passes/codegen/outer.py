@@ -15,8 +15,8 @@ from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
-from streamfx.passes.canonicalization.opaque import LAYOUTS, is_part
 from streamfx.passes.codegen.bodies import BodyBuilder
+from streamfx.passes.operators.opaque import LAYOUTS, is_part
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value
 from streamfx.runtime.as_traced import laid_out

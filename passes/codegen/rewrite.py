@@ -23,11 +23,11 @@ from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import size_of
 from streamfx.ir.stage import Stage
-from streamfx.passes.canonicalization.opaque import LAYOUTS
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
 from streamfx.passes.codegen.outer import OuterBuilder
 from streamfx.passes.codegen.reuse import reuse_buffers
 from streamfx.passes.codegen.written import kept
+from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value, place

@@ -14,10 +14,9 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.signature import LetterShape, Signature
-from streamfx.ir.writer import GraphWriter
+from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.analysis.alignment import Alignment, aligned, parted
 from streamfx.passes.analysis.multiples import Selection
-from streamfx.passes.canonicalization.row_numbers import size_arguments
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.sizes import shape_of
 from streamfx.log import log
-from streamfx.passes.analysis.axes import Axes
+from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.operators.traits import is_random
 from streamfx.passes.recurrences.plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.recurrences.rerolling import roll, sort_again, unrolled_name
@@ -45,8 +45,7 @@ class Recurrences:
         lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
         if not lengths:
             return replace(facts, joint=joint)
-        axes = Axes().apply(replace(facts, joint=joint)).axes
-        assert axes is not None
+        axes = sequence_axes(joint)
         for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
             if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
                 roll(plan, joint.graph)

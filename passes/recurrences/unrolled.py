@@ -19,8 +19,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import shape_of
-from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.row_numbers import size_arguments
+from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.operators.fillers import fill_of
 from streamfx.passes.operators.traits import is_random
 

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+aten = torch.ops.aten
+
 
 class GraphWriter:
     """Adds operators before a given node; each gets its `meta["val"]` by running it on its operands' fake values."""
@@ -40,3 +42,9 @@ class GraphWriter:
             values = (node.meta.get("val") for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
         return self._mode
+
+
+def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
+    """The sizes of a value as arguments: numbers, or nodes that read those that are dynamic."""
+    shape = node.meta["val"].shape
+    return [size if isinstance(size, int) else writer.call(aten.sym_size.int, node, dim) for dim, size in enumerate(shape)]

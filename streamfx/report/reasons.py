@@ -13,7 +13,7 @@ from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.log import log
-from streamfx.passes.canonicalization.opaque import is_opaque, why_opaque
+from streamfx.passes.operators.opaque import is_opaque, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
 from streamfx.torch_private.lines import source_line
 

@@ -1,0 +1,70 @@
+"""Operators that no rule looks into: higher-order ones, those of other packages, and those that read how operands lie in memory.
+
+They run whole, between loops, just as they were traced, and on operands that lie in memory as they did then: a loop puts the rows
+of a result side by side, whatever the operator that makes them would have done.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.ir.sizes import Size, shape_of
+from streamfx.passes.operators.rules.registry import rule_for
+from streamfx.passes.operators.traits import READS_STRIDES
+from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.torch_private import HigherOrderOperator
+
+aten = torch.ops.aten
+LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
+READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
+READS_MEMORY |= {target: target for target in READS_STRIDES}
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether no rule tells what an operator does with the axes of its operands."""
+    return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
+
+
+def why_opaque(node: fx.Node) -> str:
+    """What is in the way of a rule, in a user's words."""
+    if node.target in READS_MEMORY:
+        return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
+    if isinstance(node.target, HigherOrderOperator):
+        inner = next((argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)), None)
+        return (
+            f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
+        )
+    return f"no rule for {node.target}"
+
+
+def may_be_merged(node: fx.Node) -> bool:
+    """Whether two equal calls give the same: what is drawn at random in a function that an operator calls, nobody tells."""
+    return not isinstance(node.target, HigherOrderOperator)
+
+
+def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
+    """For each dimension of an opaque operator's result the same dimension of an operand of the same rank, where that is as long.
+
+    The two are taken for one axis. Nothing is claimed by that: the operator runs in one piece, and loops may cut its result
+    into rows as they like. A wrong guess costs rows that do not stream.
+    """
+    operands = [operand for operand in tensor_operands(node) if operand.meta["val"].dim() == value.dim()]
+    sizes: list[tuple[Size, ...]] = [shape_of(operand.meta["val"]) for operand in operands]
+    return [
+        next(((operand, i) for operand, own in zip(operands, sizes, strict=True) if own[i] == size != 1), None)
+        for i, size in enumerate(shape_of(value))
+    ]
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes a result out of an operator's results."""
+    return node.target is operator.getitem or node.target is part_of
+
+
+def is_part_of_opaque(node: fx.Node) -> bool:
+    return node.target is part_of and is_tensor(node)
