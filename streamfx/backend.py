@@ -15,7 +15,7 @@ from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, told
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
@@ -207,7 +207,7 @@ class Compilation:
         if facts.program is None:
             tell_of_whole_graph(facts)
             return plain()
-        return facts.program.forward, facts.program.backward
+        return facts.program.forward, known(facts.program.backward)
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
         """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
@@ -224,7 +224,7 @@ class Compilation:
         furthest = now.furthest(fits) if now else now
         if now and furthest == now:
             return False  # a plan for these lengths alone: each longer call would be planned again
-        self.found(replace(facts, notes={"fits": "compiled" if compiled else "eager", "lengths": furthest}))
+        self.found(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
         if compiled:
             self.hand_over()
         return True
@@ -234,10 +234,9 @@ class Compilation:
         its plan was shown to hold for planned anew."""
         self.facts.append(facts)
         log_brief(facts)
-        lengths: Lengths | None = facts.notes.get("lengths")
-        if lengths:
-            log.info("this plan holds for %s; a longer call is planned again", lengths)
-            lengths.guard(facts.joint.graph)
+        if facts.lengths:
+            log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
+            facts.lengths.guard(facts.joint.graph)
 
     def deferred_bytes(self) -> int:
         """Bytes of the outputs that are made when they are touched."""
@@ -258,7 +257,7 @@ class Compilation:
             if self.options.strict:
                 raise
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            facts = Facts(joint, notes={"failed": f"{type(error).__name__}: {error}"})
+            facts = Facts(joint, failed=f"{type(error).__name__}: {error}")
         self.found(facts)
         if self.options.strict and (reasons := facts.reasons()):
             raise NotStreamed(
@@ -326,13 +325,13 @@ class Uses:
 def _is_cut(facts: Facts, cut: Cut) -> bool:
     """Whether all loops run over chunks of so many rows of the axis that was asked for."""
     axes, inputs = facts.axes, facts.joint.graph.find_nodes(op="placeholder")
-    if axes is None or axes.sequence is None or not facts.program.loops:
+    if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
     for position, dim in cut.along:
         atoms = axes.table.resolve(axes.shapes[inputs[position]][dim])
         if atoms != axes.table.resolve((axes.sequence.main,)):
             return False
-    specs = [loop.spec for loop in facts.program.loops]
+    specs = [loop.spec for loop in known(facts.program).loops]
     return all(spec.chunk_size == cut.rows and spec.length == axes.sequence.length for spec in specs)
 
 

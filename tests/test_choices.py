@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from streamfx.cost.memory import cost_of
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.options import resolved
 from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
@@ -51,7 +51,7 @@ def test_how_many_stages_run_again() -> None:
     (recorded,) = compare(deep(hf.llama, LAYERS), {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
     facts = {every: recorded.facts_for(resolved({"keep_every": every, "outputs": "dense"})) for every in (1, 2, 3, 9)}
     assert [loops_again(facts[every]) for every in (1, 2, 3, 9)] == [0, 2, 3, 4]
-    saved = [len(facts[every].program.saved) for every in (1, 2, 3, 9)]
+    saved = [len(known(facts[every].program).saved) for every in (1, 2, 3, 9)]
     assert saved == sorted(saved, reverse=True)
     assert saved[0] - saved[-1] == LAYERS - 1
 
@@ -74,7 +74,7 @@ def test_what_each_level_keeps() -> None:
     model = LossOf(deep(hf.qwen3, 2))
     (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
     facts = [recorded.facts_for(resolved({"save": save, "chunk_size": 6, "loss_chunk_size": 6})) for save in LEVELS]
-    kept = [{node.name: tuple(node.meta["val"].shape) for node in own.plan.kept[0]} for own in facts]
+    kept = [{node.name: tuple(node.meta["val"].shape) for node in known(own.plan).kept[0]} for own in facts]
     assert all(less.items() < more.items() for less, more in pairwise(kept))
     shapes = [sorted(more[name] for name in more.keys() - less.keys()) for less, more in pairwise(kept)]
     keys, queries, inner = hf.KEY_HEADS * hf.HEAD, hf.HEADS * hf.HEAD, hf.ROTARY["intermediate_size"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamfx.cost.memory import cost_of
 from streamfx.errors import OverBudget
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.plan import AutoChunk
 from streamfx.passes.partition.fit import held_bytes
 from tests.support.exactness import recorder
@@ -50,7 +50,7 @@ def peak(facts: Facts | None) -> int:
 def most(facts: Facts | None) -> int:
     """The longest sequence that a plan holds for."""
     assert facts is not None
-    (length,) = facts.notes["lengths"].numbers.values()
+    (length,) = known(facts.lengths).numbers.values()
     return int(length)
 
 
@@ -88,11 +88,11 @@ def test_what_is_kept_because_it_is_small() -> None:
     """Results of attention are kept while they are small beside the model: for so long, and not for a longer sequence."""
     calls = Calls(chunk_size=8, loss_chunk_size=8)
     short = calls.step(9)
-    assert short is not None and any(short.plan.kept)
+    assert short is not None and any(known(short.plan).kept)
     assert 9 < most(short) < 64
     assert calls.step(most(short)) is None
     beyond = calls.step(most(short) + 1)
-    assert beyond is not None and not any(beyond.plan.kept)
+    assert beyond is not None and not any(known(beyond.plan).kept)
     assert calls.step(64) is None
     assert calls.step(8) is None
 
@@ -107,7 +107,7 @@ def test_chunks_of_shorter_sequences_have_no_more_rows() -> None:
 def test_static_lengths_have_a_plan_each() -> None:
     calls = Calls(memory_budget="1GiB")
     (facts,) = (calls.backend.compilations[0].facts for _ in [calls.compiled(tokens(2, 9), tokens(2, 9))])
-    assert not facts[-1].notes["lengths"]
+    assert not facts[-1].lengths
 
 
 @pytest.fixture(autouse=True)

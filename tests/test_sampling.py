@@ -65,7 +65,7 @@ def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_visible_pairs() -> None:
-    from streamfx.ir.facts import Span
+    from streamfx.ir.span import Span
 
     for low, high in ((None, 0), (-2, 0), (-1, 1), (None, None), (None, 3), (-3, None)):
         seen = sum(

@@ -19,11 +19,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, Form, Role, Span
+from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, Form, Role
 from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
 from streamfx.ir.pieces import Fact, Pieces
 from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature
+from streamfx.ir.span import Span
 from streamfx.passes.analysis.fused_scores import finite_hides
 from streamfx.passes.analysis.masks import Masks
 from streamfx.passes.operators.traits import producer_of

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Form, Role, Span
+from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor
 from streamfx.ir.needs import OWN_ROWS, Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
@@ -33,6 +33,7 @@ from streamfx.ir.program import (
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.ir.span import Span
 from streamfx.passes.codegen.adders import ADDERS
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.operators.traits import is_random, producer_of

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.facts import Role, Span
+from streamfx.ir.facts import Role
 from streamfx.ir.program import Buffer, BufferPart, Feed, Number, Part, Placement, Same, Selector, Shifted
 from streamfx.ir.sizes import Size, free_symbols
+from streamfx.ir.span import Span
 
 
 class BodyInputs:

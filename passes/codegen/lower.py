@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from streamfx.cost.inductor import uses_inductor
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, Number, Program, Same
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
@@ -38,7 +38,7 @@ class Lower:
     def apply(self, facts: Facts) -> Facts:
         if not uses_inductor(self.options, facts.joint.graph):
             return facts
-        program: Program = facts.program
+        program: Program = known(facts.program)
         for loop in program.loops:
             placeholders = [node.name for node in loop.spec.body.graph.find_nodes(op="placeholder")]
             loop.compiled = CompiledBody(split(loop.spec), placeholders)

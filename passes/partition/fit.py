@@ -18,7 +18,8 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
 from streamfx.errors import OverBudget
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.fitting import Candidate, Fitting, Tried
 from streamfx.ir.joint import device_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk
@@ -34,38 +35,6 @@ MOST_STEPS = 4
 MARGIN = 0.95  # how much of what is left a larger chunk aims at
 WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
 NEAR = 1.03  # an estimate this far above the budget is worth a simulation
-
-
-KEPT = {
-    "inputs": "only stage inputs kept",
-    "attention": "results of attention kept",
-    "projections": "attention and the products around it kept",
-    "products": "results of all products kept",
-}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Choices that a program is written for; the size of chunks is found afterwards."""
-
-    save: str
-    keep_every: int
-
-    def __str__(self) -> str:
-        kept = KEPT[self.save]
-        return kept if self.keep_every == 1 else f"{kept}, of one stage in {self.keep_every}"
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate that was simulated: with chunks of `working_set` bytes of work (None: as asked for) its peak is this."""
-
-    candidate: Candidate
-    working_set: int | None
-    peak: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
 
 
 @dataclass(frozen=True)
@@ -98,7 +67,7 @@ def held_bytes(forward: fx.GraphModule) -> int:
 
 def kept_bytes(facts: Facts) -> int:
     """Bytes of what a plan keeps beside the outputs of stages."""
-    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
+    return sum(bytes_like(node.meta["val"]) for nodes in known(facts.plan).kept for node in nodes)
 
 
 def fits_whole(
@@ -136,24 +105,24 @@ class _Search:
         fallback: tuple[Candidate, Facts] | None = None
         for candidate in self.candidates():
             facts = self.rewritten(candidate)
-            least, good = self.working_sets(facts.program)
-            cost = self.simulate(candidate, facts.program, good)
+            least, good = self.working_sets(known(facts.program))
+            cost = self.simulate(candidate, known(facts.program), good)
             if cost.peak <= self.left:
-                return self.chosen(facts, self.enlarged(candidate, facts.program, good, cost))
+                return self.chosen(facts, self.enlarged(candidate, known(facts.program), good, cost))
             if good != least and fallback is None:
-                cost = self.simulate(candidate, facts.program, least)
+                cost = self.simulate(candidate, known(facts.program), least)
                 if cost.peak <= self.left:
                     fallback = candidate, facts
         if fallback is None:
             raise over_budget(self.budget, self.held, self.smallest)
         candidate, facts = fallback
-        return self.chosen(facts, self.between(candidate, facts.program))
+        return self.chosen(facts, self.between(candidate, known(facts.program)))
 
     # -- candidates
 
     def candidates(self) -> Iterator[Candidate]:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
-        count = len(self.facts.stages.stages)
+        count = len(known(self.facts.stages).stages)
         save = "inputs" if self.options.save == "auto" else self.options.save
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
@@ -167,13 +136,15 @@ class _Search:
 
     def keeping_more(self, every: int) -> Iterator[Candidate]:
         """Those that keep more than stage inputs and may fit, the most first."""
-        base = self.simulate(Candidate("inputs", every), self.facts.program, self.working_sets(self.facts.program)[1])
+        base = self.simulate(
+            Candidate("inputs", every), known(self.facts.program), self.working_sets(known(self.facts.program))[1]
+        )
         found: dict[Any, Candidate] = {}
         for level in SAVE_LEVELS[1:]:
             candidate = Candidate(level, every)
             planned = Plan(self.with_choices(candidate)).apply(self.facts)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
-                found.setdefault(planned.plan.kept, candidate)
+                found.setdefault(known(planned.plan).kept, candidate)
         yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
@@ -192,14 +163,17 @@ class _Search:
 
     def rewritten(self, candidate: Candidate) -> Facts:
         planned = Plan(self.with_choices(candidate)).apply(self.facts)
-        same = (planned.plan.kept, planned.plan.dropped) == (self.facts.plan.kept, self.facts.plan.dropped)
+        same = (known(planned.plan).kept, known(planned.plan).dropped) == (
+            known(self.facts.plan).kept,
+            known(self.facts.plan).dropped,
+        )
         return self.facts if same else self.rewrite(planned)
 
     # -- sizes of chunks
 
     @property
     def held(self) -> int:
-        return held_bytes(self.facts.program.forward)
+        return held_bytes(known(self.facts.program).forward)
 
     @property
     def left(self) -> int:
@@ -219,7 +193,9 @@ class _Search:
         """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
         axes = self.facts.axes
         assert axes is not None
-        outputs = [node for stage in self.facts.stages.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+        outputs = [
+            node for stage in known(self.facts.stages).stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])
+        ]
         sizes = [node.meta["val"].shape for node in outputs]
         return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
 
@@ -261,9 +237,9 @@ class _Search:
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
         set_working_set(program, working_set)
-        known = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
-        if known is not None:
-            return known
+        before = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
+        if before is not None:
+            return before
         cost = self.cost(program)
         self.tried.append(Tried(candidate, working_set, cost.peak + self.held))
         self.costs.append(((candidate, working_set), cost))
@@ -274,14 +250,14 @@ class _Search:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
-        set_working_set(facts.program, working_set)
-        sizes = tuple(with_working_set(size, working_set) for size in facts.plan.chunk_sizes)
-        notes = {**facts.notes, "tried": tuple(self.tried), "budget": self.budget}
+        set_working_set(known(facts.program), working_set)
+        sizes = tuple(with_working_set(size, working_set) for size in known(facts.plan).chunk_sizes)
+        plan, found = replace(known(facts.plan), chunk_sizes=sizes), facts.lengths
         if self.lengths:
-            furthest = self.lengths.furthest(lambda longer: self.still_fits(facts.program, longer))
-            set_most_rows(facts.program, furthest)
-            notes["lengths"] = furthest.joined(facts.notes.get("lengths"))
-        return replace(facts, plan=replace(facts.plan, chunk_sizes=sizes), notes=notes)
+            furthest = self.lengths.furthest(lambda longer: self.still_fits(known(facts.program), longer))
+            set_most_rows(known(facts.program), furthest)
+            found = furthest.joined(facts.lengths)
+        return replace(facts, plan=plan, lengths=found, fitting=Fitting(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.facts import Facts, Form, Role, known
 from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.analysis.multiples import Multiple, multiples
@@ -42,7 +42,7 @@ class LossGradient:
 
     def apply(self, facts: Facts) -> Facts:
         for cut in _cuts(facts, self.may_cut):
-            stage: Stage = cut.stages.stages[-1]
+            stage = known(cut.stages).stages[-1]
             if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
                 return _moved(cut, found)
         return facts
@@ -50,7 +50,7 @@ class LossGradient:
 
 def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
     """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
-    stages: tuple[Stage, ...] = facts.stages.stages
+    stages: tuple[Stage, ...] = known(facts.stages).stages
     if stages:
         others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
         yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
@@ -76,7 +76,7 @@ def _is_scan(node: fx.Node, facts: Facts) -> bool:
 
 def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
     """Drive the last stage's backward stretch by ones, and scale what leaves it."""
-    inside = set(facts.stages.stages[-1].backward)
+    inside = set(known(facts.stages).stages[-1].backward)
     scaling = Scaling(facts)
     ones: list[fx.Node] = []
     for driver in dict.fromkeys(multiple.driver for multiple in found):
@@ -100,7 +100,7 @@ def _stages_after(
     facts: Facts, found: Sequence[Multiple], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
 ) -> tuple[Stage, ...]:
     """The stages, when what scales a gradient belongs to the first stretch that uses it."""
-    *stages, last = facts.stages.stages
+    *stages, last = known(facts.stages).stages
     moved = {node for multiple in found for node in multiple.between}
     staying = tuple(node for node in last.backward if node not in moved)
     for made in (staying, *scaled) if stages else ():

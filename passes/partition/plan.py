@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.facts import AxisFacts, Facts, Form
+from streamfx.ir.facts import AxisFacts, Facts, Form, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
@@ -30,7 +30,7 @@ class Plan:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        stages: tuple[Stage, ...] = facts.stages.stages
+        stages: tuple[Stage, ...] = known(facts.stages).stages
         plan = ChunkPlan(
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
             kept=self.kept(facts),
@@ -39,7 +39,7 @@ class Plan:
             offloaded=self.offloaded(facts),
         )
         lengths = self.lengths(plan.kept, facts)
-        return replace(facts, plan=plan, notes=facts.notes if lengths is None else {**facts.notes, "lengths": lengths})
+        return replace(facts, plan=plan, lengths=lengths or facts.lengths)
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
         """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""
@@ -55,14 +55,14 @@ class Plan:
         if asked != "auto":
             return -(-asked // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
+        stream_bytes = max((_row_bytes(other.outputs, facts) for other in known(facts.stages).stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
 
         def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
-            return tuple(kept_values(stage, facts, level) for stage in facts.stages.stages)
+            return tuple(kept_values(stage, facts, level) for stage in known(facts.stages).stages)
 
         if self.options.save != "auto":
             return at(self.options.save)
@@ -77,13 +77,13 @@ class Plan:
         outputs = set(facts.joint.outputs)
         return tuple(
             tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS and node not in outputs)
-            for stage in facts.stages.stages
+            for stage in known(facts.stages).stages
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
-        stages: tuple[Stage, ...] = facts.stages.stages
+        stages: tuple[Stage, ...] = known(facts.stages).stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
             return ()
         is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
@@ -104,7 +104,7 @@ def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
     """Whether a stage's output is rows that only it and the next stage use."""
     assert facts.demand is not None
-    stages: tuple[Stage, ...] = facts.stages.stages
+    stages: tuple[Stage, ...] = known(facts.stages).stages
     own, following = stages[number], stages[number + 1]
     near = {*own.forward, *own.backward, *following.forward, *following.backward}
     return (

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from streamfx.ir.facts import Form, Role, Span
+from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.sizes import numeric, product
+from streamfx.ir.span import Span
 from streamfx.passes.operators.traits import is_expensive, producer_of
 from streamfx.passes.partition.rematerialization import Handover, operand_needs
 

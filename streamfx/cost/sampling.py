@@ -17,8 +17,8 @@ from torch import Tensor
 
 from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.terms import LoopTerms
-from streamfx.ir.facts import Span
 from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
+from streamfx.ir.span import Span
 from streamfx.ir.structure import structure
 from streamfx.runtime.loop import Chunks, Env, Loop
 

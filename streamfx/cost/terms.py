@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, Span
+from streamfx.ir.facts import Facts
 from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
+from streamfx.ir.span import Span
 from streamfx.runtime.loop import Loop
 
 PARAMETERS, INPUTS = "parameters", "inputs"

@@ -14,8 +14,8 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.cost.terms import loss_values
 from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
-from streamfx.ir.facts import Span
 from streamfx.ir.joint import bound_arguments
+from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text

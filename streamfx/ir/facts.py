@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
 from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.fitting import Fitting
 from streamfx.ir.joint import JointGraph
+from streamfx.ir.lengths import Lengths
+from streamfx.ir.plan import ChunkPlan
+from streamfx.ir.program import Program
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size
+from streamfx.ir.span import Span
+from streamfx.ir.stage import StageFacts
 
 Shape: TypeAlias = "tuple[Dim, ...]"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,19 +118,6 @@ class DemandFacts:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Rows [s + low, e + high) for a chunk [s, e); None is unbounded, to the first or the last row."""
-
-    low: int | None = None
-    high: int | None = None
-
-    def __str__(self) -> str:
-        low = "0" if self.low is None else f"s{self.low:+d}" if self.low else "s"
-        high = "T" if self.high is None else f"e{self.high:+d}" if self.high else "e"
-        return f"[{low}, {high})"
-
-
-@dataclass(frozen=True)
 class CausalityFacts:
     """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found."""
 
@@ -133,21 +127,32 @@ class CausalityFacts:
     ordinary: frozenset[fx.Node] = frozenset()  # fused attention whose scores leave nothing of what a huge number hides
 
 
+def known(fact: T | None) -> T:
+    """What a pass has found. Passes that come after it may ask."""
+    assert fact is not None, "the pass that finds this has not run"
+    return fact
+
+
 @dataclass(frozen=True)
 class Facts:
     """Everything known so far; passes return a copy with their part filled in.
 
-    `whole` names operators that have to run whole, with reasons: what a pass has found that could not run them in a loop.
+    `lengths` are those that the plan holds for, if it depends on them. A graph that `fits` into the budget runs as it stands, and
+    so does one on which the analysis `failed`. `whole` names operators that have to run whole, with reasons: what a pass has found
+    that could not run them in a loop.
     """
 
     joint: JointGraph
     axes: AxisFacts | None = None
     demand: DemandFacts | None = None
     causality: CausalityFacts | None = None
-    stages: Any = None
-    plan: Any = None
-    program: Any = None
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    stages: StageFacts | None = None
+    plan: ChunkPlan | None = None
+    program: Program | None = None
+    lengths: Lengths | None = None
+    fitting: Fitting | None = None
+    fits: Literal["compiled", "eager"] | None = None
+    failed: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def reasons(self) -> list[str]:

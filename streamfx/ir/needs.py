@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from streamfx.ir.axes import Dim
-from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Form, Role, Span
+from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Form, Role
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, Rows, Selector, Shifted
 from streamfx.ir.sizes import Size, product
+from streamfx.ir.span import Span
 
 OWN_ROWS = Span(0, 0)
 

@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Span
 from streamfx.ir.plan import ChunkSize
 from streamfx.ir.sizes import Size
+from streamfx.ir.span import Span
 
 START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # of the current chunk
 CHUNK, CHUNKS = (

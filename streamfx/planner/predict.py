@@ -66,7 +66,7 @@ def predict(
     terms = {PARAMETERS: own, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
-    notes = [one.notes for one in facts]
+    fittings = [one.fitting for one in facts if one.fitting is not None]
     ways = {"no measure": explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
         ways["gradient checkpointing"] = explanation.visible(explanation.call.checkpointed)
@@ -79,8 +79,8 @@ def predict(
         attention_flops=sum(cost.attention_flops for cost in costs),
         moved=sum(cost.moved for cost in costs),
         stages=list(summary["stages"]),
-        choices=[item.as_dict() for note in notes for item in note.get("tried", ())],
-        budget=next((note["budget"] for note in notes if "budget" in note), None),
+        choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
+        budget=next((fitting.budget for fitting in fittings), None),
         ways={name: _way(cost, held) for name, cost in ways.items()},
         layers_twice=_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],

@@ -12,7 +12,6 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Span
 from streamfx.ir.plan import AutoChunk, ChunkSize
 from streamfx.ir.program import (
     START,
@@ -32,6 +31,7 @@ from streamfx.ir.program import (
     Stacked,
 )
 from streamfx.ir.sizes import shape_of
+from streamfx.ir.span import Span
 
 
 @dataclass(frozen=True)

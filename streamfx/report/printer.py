@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, Role
+from streamfx.ir.facts import Facts, Form, Role, known
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
 from streamfx.ir.signature import LetterShape
@@ -144,21 +144,20 @@ def _causality(facts: Facts) -> Lines:
 def _stages(facts: Facts) -> Lines:
     assert facts.axes is not None
     letters = Letters(facts.joint, facts.axes)
-    for number in range(len(facts.stages.stages)):
+    for number in range(len(known(facts.stages).stages)):
         yield from _stage(number, facts, letters)
 
 
 def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
-    stages: tuple[Stage, ...] = facts.stages.stages
-    stage, known = stages[number], facts.axes
-    assert known is not None
+    stages, axes = known(facts.stages).stages, known(facts.axes)
+    stage = stages[number]
 
     def values(nodes: Sequence[fx.Node]) -> str:
-        return ", ".join(f"{node.name} {letters.shape(known.shapes[node])}" for node in nodes if is_tensor(node)) or "nothing"
+        return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "nothing"
 
     inside = {*stage.forward, *stage.backward}
     taken = [source for node in stage.forward for source in node.all_input_nodes if source not in inside]
-    taken = [node for node in dict.fromkeys(taken) if node.op != "placeholder" and node not in known.static]
+    taken = [node for node in dict.fromkeys(taken) if node.op != "placeholder" and node not in axes.static]
     yield f"stage {number + 1} of {len(stages)}   {stage.name}   {first_line(stage)}".rstrip()
     yield f"  forward    {_stretch(stage.forward)}"
     yield f"  backward   {_stretch(stage.backward)}{', run in the forward loop' if stage.gradient_in_forward else ''}"
@@ -181,22 +180,23 @@ def first_line(stage: Stage) -> str:
 
 
 def _plan(facts: Facts) -> Lines:
-    for number, stage in enumerate(facts.stages.stages):
-        kept = _names(facts.plan.kept[number]) or "nothing"
-        yield f"stage {number + 1} {stage.name}: {chunk_text(facts.plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
-        if facts.plan.dropped and facts.plan.dropped[number]:
-            yield f"  made again from the last boundary: {_names(facts.plan.dropped[number])}"
+    plan = known(facts.plan)
+    for number, stage in enumerate(known(facts.stages).stages):
+        kept = _names(plan.kept[number]) or "nothing"
+        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
+        if plan.dropped and plan.dropped[number]:
+            yield f"  made again from the last boundary: {_names(plan.dropped[number])}"
 
 
 def _fit(facts: Facts) -> Lines:
-    if "tried" not in facts.notes:
+    if facts.fitting is None:
         yield "no memory budget"
         return
-    yield f"at most {facts.notes['budget']} bytes"
-    for item in facts.notes["tried"]:
+    yield f"at most {facts.fitting.budget} bytes"
+    for item in facts.fitting.tried:
         yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
-    if lengths := facts.notes.get("lengths"):
-        yield f"holds for {lengths}"
+    if facts.lengths:
+        yield f"holds for {facts.lengths}"
 
 
 def _program(facts: Facts) -> Lines:

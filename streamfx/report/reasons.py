@@ -83,12 +83,11 @@ def _is_of_recurrent_layer(node: fx.Node) -> bool:
 
 def why_no_stages(facts: Facts) -> str:
     """Why a graph has no stages at all."""
-    if (fits := facts.notes.get("fits")) is not None:
-        runs = ", and Inductor compiles it" if fits == "compiled" else ""
+    if facts.fits is not None:
+        runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
         return f"everything fits into the memory budget as it stands, so nothing is cut into chunks{runs}"
-    failed = facts.notes.get("failed")
-    if failed:
-        return f"the analysis failed ({failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+    if facts.failed:
+        return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
     unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:
@@ -103,7 +102,7 @@ def _unknown(node: fx.Node) -> str:
 
 def tell_of_whole_graph(facts: Facts) -> None:
     """Say of a training step's graph with much work that nothing of it streams, once for each reason."""
-    flops = 0 if "failed" in facts.notes else flops_of_graph(facts.joint.graph)
+    flops = 0 if facts.failed else flops_of_graph(facts.joint.graph)
     if flops >= MUCH_WORK:
         _tell_once(WHOLE_GRAPH.format(flops=float(flops), why=why_no_stages(facts)))
 

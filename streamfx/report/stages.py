@@ -10,7 +10,7 @@ from torch import fx
 
 from streamfx.cost.flops import flops_of_graph, is_fused_attention
 from streamfx.cost.memory import LoopCost, bytes_like
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
@@ -47,7 +47,7 @@ def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> li
     if facts.program is None:
         return [_whole_graph(facts, graph)] if computes(facts) else []
     view = _View(facts, graph, costs)
-    return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
+    return [report for stage in known(facts.stages).stages if (report := view.report(stage)) is not None]
 
 
 def computes(facts: Facts) -> bool:
@@ -103,7 +103,7 @@ def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:
 def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
     """The loops that make the values of a stage, forward and backward."""
     names = {node.name for node in (*stage.forward, *stage.backward)}
-    return [loop for loop in facts.program.loops if loop.spec.labels and loop.spec.labels[0] in names]
+    return [loop for loop in known(facts.program).loops if loop.spec.labels and loop.spec.labels[0] in names]
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[str]:
@@ -131,7 +131,7 @@ def _is_pair(node: fx.Node, facts: Facts) -> bool:
 def saved_bytes(stage: Stage, facts: Facts) -> int:
     """Bytes of what a stage makes in the forward half and keeps for the backward half."""
     own = {id(node.meta["val"]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    return sum(bytes_like(node.meta["val"]) for node in facts.program.saved if id(node.meta.get("val")) in own)
+    return sum(bytes_like(node.meta["val"]) for node in known(facts.program).saved if id(node.meta.get("val")) in own)
 
 
 def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

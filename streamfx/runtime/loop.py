@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Span
 from streamfx.ir.program import Buffer, BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
 from streamfx.ir.sizes import Size
+from streamfx.ir.span import Span
 from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds, span_bounds

@@ -9,9 +9,9 @@ from typing import Any
 import sympy
 import torch
 
-from streamfx.ir.facts import Span
 from streamfx.ir.program import START, STOP, Rows, Shifted
 from streamfx.ir.sizes import Size, free_symbols, simplified
+from streamfx.ir.span import Span
 
 
 class member_count(sympy.Function):

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
 from streamfx.constants import watched_inputs
+from streamfx.ir.facts import known
 from streamfx.options import resolved
 from streamfx.passes.operators.rules import TAKEN_APART
 from streamfx.torch_private import get_decompositions
@@ -65,9 +66,9 @@ def compare_directly(
     recorded.facts.append(facts)
     found: dict[str, float] = {}
     for rows in (None, *also) if facts.program is not None else ():
-        for loop in facts.program.loops:
+        for loop in known(facts.program).loops:
             loop.spec = replace(loop.spec, chunk_size=rows or loop.spec.chunk_size)
-        values = [_where_finite(*pair) for pair in zip(recorded.streamed_values(facts.program), truth, strict=True)]
+        values = [_where_finite(*pair) for pair in zip(recorded.streamed_values(known(facts.program)), truth, strict=True)]
         found = value_errors(values, truth, len(outputs), max(tolerance, NOISE))
         assert_small(found, tolerance, f"chunks of {rows or chunk_size}")
         assert_small(_of_sinks(model, values[len(outputs) :], truth[len(outputs) :]), SMALL_ALONE, "alone")

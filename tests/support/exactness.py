@@ -297,7 +297,7 @@ def compare(
 
 
 def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[str] | None) -> None:
-    failed = [one.notes["failed"] for one in facts if "failed" in one.notes]
+    failed = [one.failed for one in facts if one.failed]
     assert not failed, f"the analysis failed: {failed}"
     reasons = [reason for one in facts for reason in one.reasons()]
     rewritten = [one for one in facts if one.program is not None]

@@ -161,7 +161,7 @@ def findings(backend: Keeper) -> Row:
 
 
 def failure_of(facts: Facts) -> list[str]:
-    return [facts.notes["failed"][:MOST]] if "failed" in facts.notes else []
+    return [facts.failed[:MOST]] if facts.failed else []
 
 
 def counted(reasons: list[str]) -> dict[str, int]:
