@@ -138,7 +138,7 @@ class Facts:
     """Everything known so far; passes return a copy with their part filled in.
 
     `lengths` are those that the plan holds for, if it depends on them. A graph that `fits` into the budget runs as it stands, and
-    so does one on which the analysis `failed`. `whole` names operators that have to run whole, with reasons: what a pass has found
+    so does one whose analysis `failed`. `whole` names operators that have to run whole, with reasons: what a pass has found
     that could not run them in a loop.
     """
 
