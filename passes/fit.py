@@ -28,7 +28,7 @@ from streamfx.report.lengths import sequence_length
 from streamfx.report.memory import Cost, bytes_like, cost_of
 from streamfx.report.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
 from streamfx.report.text import in_bytes
-from streamfx.torch_private import size_hint
+from streamfx.torch_sizes import size_hint
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -45,10 +45,10 @@ from streamfx.torch_private import (
     keep_saved_tensors,
     mutated_inputs,
     number_of_tokens,
-    size_hint,
     static_inputs,
     tracing_undone,
 )
+from streamfx.torch_sizes import size_hint
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "

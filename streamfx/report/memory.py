@@ -20,7 +20,7 @@ from streamfx.report.stand_ins import with_stand_ins
 from streamfx.report.terms import LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import size_hint
+from streamfx.torch_sizes import size_hint
 
 
 @dataclass(frozen=True)

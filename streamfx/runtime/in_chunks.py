@@ -31,7 +31,8 @@ from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rebuild import Cut, Modes, Source
 from streamfx.runtime.steps import compacted
 from streamfx.torch_dynamo import compiling
-from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes, with_sizes
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes
+from streamfx.torch_sizes import with_sizes
 
 aten = torch.ops.aten
 MOST_GRAPHS = 64  # compiled in one process: a program that asks for more has numbers in it that never repeat
