@@ -45,11 +45,11 @@ from streamfx.torch_private import (
     keep_saved_tensors,
     mutated_inputs,
     number_of_tokens,
-    size_hint,
     static_inputs,
     tracing_undone,
 )
 from streamfx.torch_private.dynamo import raised_as_itself
+from streamfx.torch_private.sizes import size_hint
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "

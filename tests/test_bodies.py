@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.runtime import segments
 from streamfx.runtime.forms import Family, Form, any_size
-from streamfx.torch_private import with_sizes
+from streamfx.torch_private.sizes import with_sizes
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep

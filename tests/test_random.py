@@ -25,6 +25,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "11": (1, 3, 4),
     "12": (0,),
     "places": (3, 8, 13),
+    "ends": (8, 10),
 }
 
 

@@ -27,7 +27,7 @@ from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
 from streamfx.passes.partition.plan import Plan
-from streamfx.torch_private import size_hint
+from streamfx.torch_private.sizes import size_hint
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from streamfx.ir.span import Span
-from streamfx.torch_private import size_hint
+from streamfx.torch_private.sizes import size_hint
 
 PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.torch_private import size_hint
+from streamfx.torch_private.sizes import size_hint
 
 
 def sequence_length(facts: Facts) -> int | None:

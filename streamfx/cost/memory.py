@@ -20,7 +20,7 @@ from streamfx.cost.stand_ins import with_stand_ins
 from streamfx.cost.terms import LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import size_hint
+from streamfx.torch_private.sizes import size_hint
 
 
 @dataclass(frozen=True)

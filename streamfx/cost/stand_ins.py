@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from streamfx.cost.flops import flops_of_call, flops_of_graph
 from streamfx.cost.meter import Meter
-from streamfx.torch_private import SCAN, HigherOrderOperator, size_hint
+from streamfx.torch_private import SCAN, HigherOrderOperator
+from streamfx.torch_private.sizes import size_hint
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:

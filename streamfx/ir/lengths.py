@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import Size, simplified
-from streamfx.torch_private import supposing
+from streamfx.torch_private.sizes import supposing
 
 DOUBLINGS = 6  # a plan that holds for 64 times the lengths is not asked for more
 HEADROOM = (2, 1.2, 1)  # how much longer the lengths are that a plan is made for, if there is one for these

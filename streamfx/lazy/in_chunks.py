@@ -30,8 +30,9 @@ from streamfx.lazy.steps import compacted
 from streamfx.log import log
 from streamfx.runtime.forms import Family, Form, Numbers, any_size, fitting, graph_for, layout_of, shapes_for, wider
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
-from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes, with_sizes
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes
 from streamfx.torch_private.dynamo import compiling
+from streamfx.torch_private.sizes import with_sizes
 
 aten = torch.ops.aten
 MOST_GRAPHS = 64  # compiled in one process: a program that asks for more has numbers in it that never repeat

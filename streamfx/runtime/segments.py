@@ -25,8 +25,9 @@ from streamfx.runtime.forms import (
     wider,
 )
 from streamfx.runtime.inductor import blame
-from streamfx.torch_private import compile_for_one_size, compile_for_sizes
+from streamfx.torch_private import compile_for_one_size
 from streamfx.torch_private.dynamo import compiling
+from streamfx.torch_private.sizes import compile_for_sizes
 
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."

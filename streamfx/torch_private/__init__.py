@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +40,6 @@ __all__ = [
     "aot_autograd",
     "asked_gradients",
     "compile_for_one_size",
-    "compile_for_sizes",
     "compile_whole",
     "default_partition",
     "dynamo_copy",
@@ -63,7 +61,6 @@ __all__ = [
     "tracing_undone",
     "unset_fake_temporarily",
     "untraced",
-    "with_sizes",
     "wrapper_tensor",
 ]
 
@@ -287,65 +284,6 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
     return result
 
 
-Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
-
-
-def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Let Inductor compile a graph for all sizes that follow from a number: see `with_sizes` (2.11, 2.13)."""
-
-    def compiler(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with inductor_runs():
-            from torch._inductor import standalone_compile
-
-            compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
-        return compiled
-
-    return with_sizes(compiler, module, like, shapes)
-
-
-def with_sizes(
-    compiler: Compiler, module: fx.GraphModule, like: int, shapes: Shapes
-) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Compile a graph whose first input is a number n and whose tensors have sizes that follow from it (2.11, 2.13).
-
-    `shapes(n)` gives sizes and strides of each, with a tensor of its type. Returns the compiled function, called as
-    f(n, *tensors), and which n it holds for; it is made with the number `like` in mind.
-    """
-    from torch._dynamo.source import ConstantSource
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-    sizes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=sizes)
-    n: Any = sizes.create_unspecified_symint_and_symbol(like, ConstantSource("n"), DimDynamic.DYNAMIC)
-    symbol = n.node.expr  # now: once it is compiled, this may be a number, or an expression in another symbol
-    with torch.no_grad(), no_modes():
-        with mode:
-            tensors = [
-                torch.empty_strided(size, stride, dtype=value.dtype, device=value.device) for size, stride, value in shapes(n)
-            ]
-        with torch._guards.tracing(torch._guards.TracingContext(mode)):
-            compiled = compiler(module, [n, *tensors])
-    conditions = [guard.expr for guard in sizes.guards]
-    replaced, bounds = symbol in sizes.replacements, sizes.var_to_range[symbol]
-
-    @functools.cache
-    def holds(number: int) -> bool:
-        if number == like or replaced:  # what it was compiled for, at least
-            return number == like
-        return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
-
-    return compiled, holds
-
-
-def _is_met(condition: Any, symbol: Any, number: int) -> bool:
-    """Whether a guard allows a number; what cannot be told is not met."""
-    try:
-        return bool(condition.subs(symbol, number) == True)  # noqa: E712  (sympy's)
-    except (ArithmeticError, TypeError):
-        return False
-
-
 # -- looking without running
 
 
@@ -366,30 +304,6 @@ def fake_copies(mode: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeCopyMode
 
     return FakeCopyMode(mode)
-
-
-_supposed: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_supposed", default=None)
-
-
-@contextmanager
-def supposing(numbers: Mapping[Any, int]) -> Iterator[None]:
-    """Inside of it `size_hint` takes these numbers for symbols, rather than those of the trace."""
-    token = _supposed.set(numbers)
-    try:
-        yield
-    finally:
-        _supposed.reset(token)
-
-
-def size_hint(size: Any) -> int:
-    """The number that a symbolic size stood for when it was traced; 1 where nobody knows (2.11, 2.13)."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    supposed = _supposed.get()
-    if supposed and size.node.expr.free_symbols <= set(supposed):
-        return int(size.node.expr.subs(supposed))
-    hint = size.node.hint
-    return int(hint) if hint is not None else 1
 
 
 def is_compiled(model: Any) -> bool:

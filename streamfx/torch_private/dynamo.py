@@ -1,4 +1,4 @@
-"""What `torch_private.py` is for Dynamo: its errors, its graph breaks, and what it keeps of compilations."""
+"""Private interfaces of Dynamo: its errors, its graph breaks, and what it keeps of compilations."""
 
 from __future__ import annotations
 

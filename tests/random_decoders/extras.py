@@ -123,6 +123,14 @@ PLACES: dict[str, tuple[str, ...]] = {
         "term = (z * labels.flatten()[:, None]).square().mean()",
     ),
 }
+# rows counted from the end, or from a place in front of the first, by numbers that follow from a dynamic length
+ENDS: dict[str, tuple[str, ...]] = {
+    "second half": ("term = x[:, -(t // 2 + 1) :].mean(1).square().mean()",),
+    "a row from the end": ("term = (x * x[:, -(t // 2) - 1 : t - t // 2]).square().mean()",),
+    "more than there are": ("term = x[:, -9:-1].sum(1).square().mean()",),
+    "from a sign that changes": ("term = x[:, t - 5 :].mean(1).square().mean()",),
+    "moved from the end": ("term = (F.pad(x[:, -(t // 2 + 1) :], (0, 0, t - t // 2 - 1, 0)) * x).square().mean()",),
+}
 _FUNCTION = """
 class {name}(torch.autograd.Function):
     @staticmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import EXTRAS, PLACES
+from tests.random_decoders.extras import ENDS, EXTRAS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -83,6 +83,11 @@ def _places(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, bend="none", extra=random.choice(list(PLACES)))
 
 
+def _ends(decoder: Decoder, random: Random) -> Decoder:
+    own = replace(_small(decoder), calls="lengths", dynamic=True, bend="none", extra=random.choice(list(ENDS)))
+    return replace(own, length=random.choice((5, 6, 7, 11, 19)))
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -103,8 +108,9 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "11": _operands,
     "12": _lengths,
     "places": _places,
+    "ends": _ends,
 }
-OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places") * 3, "4", "5", "6", "12")
+OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places") * 3, "4", "5", "6", "12", "ends")
 
 
 def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:
