@@ -12,7 +12,7 @@ from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, joint_graph
 from streamfx.ir.pieces import Pieces
-from streamfx.torch_private import FakeTensor, unset_fake_temporarily
+from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
 
 
 def captured(
@@ -32,7 +32,7 @@ def captured(
     graph = graph_copy(module.graph)
     _inline_numbers(graph, module)
     output = graph.output_node()
-    flat = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None)
+    flat = tree_leaves(output.args[0], is_leaf=lambda item: item is None)
     output.args = (tuple(flat),)
     for node in graph.find_nodes(op="get_attr"):
         _keep_constant(node, module)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Buffer, Parameter
 
 from streamfx.fingerprint import MOST_BYTES, Fingerprint, any_hidden_change, has_memory
 from streamfx.ir.pieces import Pieces, everywhere, joined
 from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
+from streamfx.torch_private import FakeTensor
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamfx.torch_private import FakeTensor, no_modes
+from streamfx.torch_private import FakeTensor, is_traceable_wrapper_subclass, no_modes
 
 MOST_BYTES = 1 << 30  # of an input that is read at each call; a larger one is not relied on
 WORDS = 1 << 12  # in a row, which has one sum

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
 from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
+from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
 

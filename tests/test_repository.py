@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ MODELS = re.compile(
     re.I,
 )
 MACHINE = re.compile(r"(?<![\w.])/(home|root|work|Users|mnt|opt)/\w")
+WITH_SCRIPTS = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
 
 
@@ -71,6 +73,39 @@ def test_functions_are_short() -> None:
         and node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION
     ]
     assert not long, "\n".join(long)
+
+
+def _is_private(module: str) -> bool:
+    """Interfaces of torch that it may change at any time; its options are documented under a private name."""
+    return module.startswith("torch._") and not module.startswith("torch._dynamo.config")
+
+
+def test_private_interfaces_of_torch_are_in_one_room() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in sources(*LIBRARY)
+        if "torch_private" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _names_of(node)
+        if _is_private(name.replace("torch.utils._", "torch._"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def _names_of(node: ast.AST) -> list[str]:
+    """What an import or a chain of attributes is of: `torch._ops.OpOverload`."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) and node.attr != "_dynamo" else []
+
+
+def test_rooms_know_those_below_them_alone() -> None:
+    """The contracts are in pyproject.toml."""
+    pytest.importorskip("importlinter")
+    result = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True, env=WITH_SCRIPTS)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
 def test_no_path_of_a_machine() -> None:

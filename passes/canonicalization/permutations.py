@@ -29,6 +29,7 @@ from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.passes.operators.values import Values
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
@@ -121,7 +122,7 @@ def _alive(graph: fx.Graph, replaced: Mapping[fx.Node, Reordered]) -> set[fx.Nod
 
 
 def _name(node: fx.Node) -> str:
-    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 # -- operators that treat rows alike, as their rules say

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.runtime.in_place import added, scaled, scaled_once
 from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 SAVED_FOR_ONE = "streamfx_saved_for_one"  # of a placeholder: a loop's result that the forward half keeps for this graph alone

@@ -24,6 +24,7 @@ from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, 
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
 from streamfx.runtime.compiled import CompiledBody, Step
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 BEFORE = -1  # all segments
@@ -87,7 +88,7 @@ class _Parts:
         producer = node.args[0] if node.target is operator.getitem else node
         assert isinstance(producer, fx.Node)
         return (
-            isinstance(producer.target, torch._ops.OpOverload)
+            isinstance(producer.target, OpOverload)
             and not producer.meta.get("has_keys", False)
             and not self.positions.intersection(producer.all_input_nodes)
             and not self._is_opening(producer)

@@ -23,6 +23,7 @@ from streamfx.passes.operators.traits import is_random
 from streamfx.runtime import attention as chunked
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.mask_programs import MaskProgram
+from streamfx.torch_private import OpOverload
 
 MASK_ARGUMENT = {chunked.forward: 3, chunked.backward: 6}
 
@@ -100,7 +101,7 @@ def _makers(mask: fx.Node, lasting: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    is_operator = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not is_random(node)
+    is_operator = isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not is_random(node)
     return is_operator or node.target is operator.getitem
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 

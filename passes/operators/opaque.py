@@ -17,7 +17,7 @@ from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.operators.rules.registry import rule_for
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
-from streamfx.torch_private import HigherOrderOperator
+from streamfx.torch_private import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
@@ -35,7 +35,7 @@ def why_opaque(node: fx.Node) -> str:
     if node.target in READS_MEMORY:
         return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
     if isinstance(node.target, HigherOrderOperator):
-        inner = next((argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)), None)
+        inner = next((argument for argument in node.args if isinstance(argument, OpOverload)), None)
         return (
             f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
         )

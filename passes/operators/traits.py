@@ -13,6 +13,7 @@ from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.rng import draw_seed
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -81,7 +82,7 @@ def unpacks(node: fx.Node) -> bool:
 
     By name: that an operator without a rule gives the same twice is nothing that its schema tells.
     """
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in UNPACKERS
+    return isinstance(node.target, OpOverload) and node.target.name() in UNPACKERS
 
 
 def producer_of(node: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from streamfx.ir.span import Span
+from streamfx.torch_private import OpOverload
 from streamfx.torch_private.sizes import size_hint
 
 PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
@@ -20,7 +21,7 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
     Fused attention is counted on the pairs of query and key that its own causal flag leaves visible.
     """
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return 0
     if is_fused_attention(target):
         arguments = arguments_by_name(target, args, kwargs)
@@ -44,7 +45,7 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def has_flops(target: Any) -> bool:
     """Whether an operator is one of those that are counted."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return is_fused_attention(target) or target.name() in PACKED or target.overloadpacket in flop_registry
 
@@ -64,7 +65,7 @@ def _on_meta(arguments: Any) -> Any:
 def is_fused_attention(target: Any) -> bool:
     """Whether an operator is attention over queries [b h m d], keys [b g n d] and values [b g n e]."""
     names = ("aten::_scaled_dot_product", "streamfx::attention")
-    return isinstance(target, torch._ops.OpOverload) and target.name().startswith(names)
+    return isinstance(target, OpOverload) and target.name().startswith(names)
 
 
 def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from streamfx.cost.meter import Meter
 from streamfx.cost.sampling import LoopRun, SampledLoop
@@ -20,6 +18,7 @@ from streamfx.cost.stand_ins import with_stand_ins
 from streamfx.cost.terms import LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
+from streamfx.torch_private import FakeTensorMode, tree_leaves
 from streamfx.torch_private.sizes import size_hint
 
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.runtime.offload import from_host, to_host
+from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, tree_iter
 
 
 @dataclass

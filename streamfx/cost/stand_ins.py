@@ -10,12 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 
 from streamfx.cost.flops import flops_of_call, flops_of_graph
 from streamfx.cost.meter import Meter
-from streamfx.torch_private import SCAN, HigherOrderOperator
+from streamfx.torch_private import SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.sizes import size_hint
 
 

@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from streamfx.torch_private import real_values
+from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values, tree_leaves
 
 MOST = 1 << 22  # elements of a value that is computed
 ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

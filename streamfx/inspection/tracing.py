@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.backend import Compilation
@@ -29,7 +27,7 @@ from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.reasons import RECURRENT
-from streamfx.torch_private import default_partition, fake_mode_of, is_compiled, real_values
+from streamfx.torch_private import FakeTensorMode, default_partition, fake_mode_of, is_compiled, real_values, tree_iter
 from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,

@@ -13,11 +13,16 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter, tree_map
 
-from streamfx.torch_private import fake_copies, real_values
+from streamfx.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_copies,
+    is_traceable_wrapper_subclass,
+    real_values,
+    tree_iter,
+    tree_map,
+)
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
-from streamfx.torch_private import is_compiled
+from streamfx.torch_private import FakeTensor, is_compiled, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
 

@@ -13,10 +13,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamfx.ir.recipe import Context, SizeSources
-from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, is_held_by_model
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, is_held_by_model, is_traceable_wrapper_subclass
 
 EXAMPLE = "example_value"
 WRITING = frozenset({"setitem", "iadd", "iand", "ior", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"})

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from streamfx.errors import PlanError, told
+from streamfx.torch_private import FakeTensor
 
 FOLDER = Path(__file__).parent / "configurations"
 KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is shipped), or an nn.Module"

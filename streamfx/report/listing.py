@@ -32,6 +32,7 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.span import Span
+from streamfx.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def call_text(node: fx.Node, name: Name = own_name) -> str:
 
 
 def target_text(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         namespace = "" if target.namespace == "aten" else f"{target.namespace}."
         return namespace + target.overloadpacket.__name__
     module = getattr(target, "__module__", "").rsplit(".", 1)[-1]

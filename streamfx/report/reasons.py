@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from torch import fx
-from torch._ops import OpOverload
 
 from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like
@@ -15,6 +14,7 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.log import log
 from streamfx.passes.operators.opaque import is_opaque, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
+from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
 
 MOST = 160  # characters of an unexpected error that a report shows

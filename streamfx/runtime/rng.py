@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
 MIX = 0x9E3779B97F4A7C15  # the golden ratio's bits, as in splitmix64

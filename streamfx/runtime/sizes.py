@@ -138,7 +138,7 @@ def compiled_size(size: Size) -> Callable[[dict[str, int]], int]:
 
 
 def _python(size: Any) -> str:
-    from torch.utils._sympy.printers import PythonPrinter
+    from streamfx.torch_private import PythonPrinter
 
     class Printer(PythonPrinter):  # type: ignore[misc]
         def _print_Function(self, expression: Any) -> str:

@@ -17,11 +17,14 @@ from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
 from torch._higher_order_ops.scan import scan_op as SCAN  # 2.11, 2.13
-from torch._ops import HigherOrderOperator  # 2.11, 2.13
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # 2.11, 2.13
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.overrides import enable_reentrant_dispatch  # 2.11, 2.13
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # 2.11, 2.13
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_leaves, tree_map  # 2.11, 2.13
+from torch.utils._sympy.printers import PythonPrinter  # 2.11, 2.13
 
 from streamfx.errors import told
 
@@ -35,8 +38,13 @@ __all__ = [
     "SET_GRAD",
     "ZEROS_AND_SCATTER",
     "FakeTensor",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "InductorFailed",
+    "OpOverload",
+    "OpOverloadPacket",
+    "PythonPrinter",
+    "TorchDispatchMode",
     "aot_autograd",
     "asked_gradients",
     "compile_for_one_size",
@@ -48,8 +56,10 @@ __all__ = [
     "is_composite",
     "is_held_by_model",
     "is_token",
+    "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
     "keeps_graph",
+    "keystr",
     "mutated_inputs",
     "no_dispatch",
     "no_modes",
@@ -59,6 +69,10 @@ __all__ = [
     "reentrant_dispatch",
     "static_inputs",
     "tracing_undone",
+    "tree_flatten_with_path",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map",
     "unset_fake_temporarily",
     "untraced",
     "wrapper_tensor",

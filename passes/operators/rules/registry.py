@@ -13,6 +13,7 @@ from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.torch_private import OpOverload
 
 Rule: TypeAlias = "Callable[[Call], Signature | None]"
 WHY_WHOLE = "streamfx_why_whole"  # in a node's `meta`: why an operator without a rule was not rewritten into one that has one
@@ -124,11 +125,11 @@ def rule_for(node: fx.Node) -> Rule | None:
 
 
 def _name_of(target: Any) -> str:
-    return target.name() if isinstance(target, torch._ops.OpOverload) else ""
+    return target.name() if isinstance(target, OpOverload) else ""
 
 
 def is_tagged_pointwise(target: Any) -> bool:
     """`equal` bears the tag as well, and compares whole tensors."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     return all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)

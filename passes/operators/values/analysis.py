@@ -14,6 +14,7 @@ from streamfx.ir.pieces import Pieces, hull_of
 from streamfx.ir.ranges import LONGEST, Range, activation, everything
 from streamfx.passes.operators.values.products import unpacked_product
 from streamfx.passes.operators.values.transfer import applied
+from streamfx.torch_private import OpOverload
 
 
 class Values:
@@ -51,7 +52,7 @@ class Values:
             made, position = self._known[node.args[0]], node.args[1]  # type: ignore[index]
             if isinstance(position, int) and position < len(made):
                 return (made[position],)
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return tuple(everything(torch.float64 if result is None else result.dtype) for result in results_of(node))
         unpacked = unpacked_product(node, self._operand)
         return applied(node, self._operand) if unpacked is None else (unpacked,)

@@ -20,6 +20,7 @@ from streamfx.passes.operators.values.moves import ZERO
 from streamfx.passes.operators.values.transfer import Call, Reader, count_of, longest, structural
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -105,7 +106,7 @@ def _attention(call: Call) -> tuple[Range, ...]:
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
     """Products with a packed weight, and unpacked weights: ordinary numbers, where all that is packed belongs to the model."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
+    if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
         return None
     operands = tensor_operands(node)
     rows = () if unpacks(node) else operands[:1]
