@@ -16,6 +16,7 @@ from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
 from streamfx.report.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.runtime.mask_programs import MaskProgram
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.torch_private.lines import source_line
 
 Lines = Iterator[str]
@@ -31,6 +32,13 @@ def text_of(facts: Facts, product: str) -> str:
 
 def _graph(facts: Facts) -> Lines:
     yield from _listing(facts, _sizes)
+
+
+def _recurrences(facts: Facts) -> Lines:
+    if any(isinstance(node.target, Recurrence) for node in facts.joint.nodes):
+        yield from _graph(facts)
+    else:
+        yield "no loop over rows was unrolled"
 
 
 def _axes(facts: Facts) -> Lines:
@@ -148,6 +156,15 @@ def _stages(facts: Facts) -> Lines:
         yield from _stage(number, facts, letters)
 
 
+def _loss_gradient(facts: Facts) -> Lines:
+    """The last stage, if its gradient is found along with the loss."""
+    stages = known(facts.stages).stages
+    if stages[-1].gradient_in_forward:
+        yield from _stage(len(stages) - 1, facts, Letters(facts.joint, known(facts.axes)))
+    else:
+        yield "the gradient of the last stage is found in the backward half"
+
+
 def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
     stages, axes = known(facts.stages).stages, known(facts.axes)
     stage = stages[number]
@@ -243,12 +260,12 @@ def _bodies(facts: Facts) -> Lines:
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "canonicalize": _graph,
-    "recurrences": _graph,
+    "recurrences": _recurrences,
     "axes": _axes,
     "demand": _demand,
     "causality": _causality,
     "stages": _stages,
-    "loss gradient": _stages,
+    "loss gradient": _loss_gradient,
     "plan": _plan,
     "rewrite": _program,
     "fit": _fit,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from streamfx.inspection.tracing import traced
 from streamfx.ir.facts import Facts
+from streamfx.report.printer import text_of
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -90,6 +92,17 @@ class Example:
         model, options = self.model(), {"chunk_size": self.chunk_size, "loss_chunk_size": self.chunk_size, "outputs": "dense"}
         (graph,) = traced(model, self.arguments(), {}, options).graphs
         return graph.facts
+
+    def texts(self) -> dict[str, str]:
+        """What each pass has found in it, as it stood when the pass had run."""
+        found: dict[str, str] = {}
+
+        def noted(step: Any, facts: Facts) -> None:
+            found[step.name] = text_of(facts, step.name)
+
+        with mock.patch("streamfx.backend.show_product", noted):
+            self.facts()
+        return found
 
 
 def tokens(batch: int, length: int) -> Tensor:
