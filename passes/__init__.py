@@ -11,6 +11,7 @@ from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import copied
 from streamfx.options import Options
+from streamfx.passes import verifier as verifying
 from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
@@ -26,6 +27,7 @@ from streamfx.passes.partition.loss_gradient import LossGradient
 from streamfx.passes.partition.plan import Plan
 from streamfx.passes.partition.stages import Stages
 from streamfx.passes.recurrences.detection import Recurrences
+from streamfx.passes.verifier import Verifier
 
 
 class Pass(Protocol):
@@ -92,20 +94,24 @@ def _within_budget(facts: Facts, options: Options, after: Callable[[Pass, Facts]
     """Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried."""
     steps = pipeline(options)
     if options.memory_budget is None:
-        return _run(facts, steps, after)
+        return _run(facts, steps, options, after)
     spare = replace(facts, joint=copied(facts.joint))
     try:
-        return _run(facts, steps, after)
+        return _run(facts, steps, options, after)
     except OverBudget as error:
         try:
-            return _run(spare, [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps], after)
+            without = [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps]
+            return _run(spare, without, options, after)
         except OverBudget as other:
             raise min(error, other, key=lambda item: item.smallest) from None
 
 
-def _run(facts: Facts, steps: Iterable[Pass], after: Callable[[Pass, Facts], None] | None) -> Facts:
+def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+    verifier = Verifier.of(facts.joint.graph) if options.check_passes or verifying.ALWAYS else None
     for step in steps:
         facts = step.apply(facts)
+        if verifier is not None:
+            verifier.check(step.name, facts)
         if after is not None:
             after(step, facts)
         if facts.axes is not None and facts.axes.sequence is None:

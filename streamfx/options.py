@@ -39,6 +39,7 @@ class Options:
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
     strict: raise instead of running a stage whole.
+    check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
     """
 
     chunk_size: int | Literal["auto"] = "auto"
@@ -51,6 +52,7 @@ class Options:
     accumulate: Literal["float32", "same"] = "float32"
     outputs: Literal["lazy", "dense"] = "lazy"
     strict: bool = False
+    check_passes: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +65,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "accumulate": ("float32", "same"),
     "outputs": ("lazy", "dense"),
     "strict": (True, False),
+    "check_passes": (True, False),
 }
 COUNTS = {"chunk_size": "rows", "loss_chunk_size": "rows", "keep_every": "stages"}
 NAMES = tuple(field.name for field in fields(Options))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from streamfx.passes import verifier
 from streamfx.passes.operators.rules import RULES
 from streamfx.runtime import visible
 from tests.support.goldens import golden
@@ -17,6 +18,7 @@ from tests.support.precision import widen_models
 __all__ = ["golden"]
 
 widen_models()
+verifier.ALWAYS = True
 
 # pytest listens to loggers that do not propagate, and with a listener torch writes a trace of all that it compiles
 logging.getLogger("torch.__trace").propagate = True

@@ -1,0 +1,97 @@
+"""Checks the product of each pass, as a compiler's verifier does: a fault is found in the pass that makes it.
+
+Every operand is made before it is used; what an operator is said to give is what it gives when it is run on fake tensors; facts
+are about operators of this graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor, results_of
+from streamfx.passes.operators.opaque import is_opaque
+from streamfx.torch_private import OpOverload, fake_mode_of
+from streamfx.torch_private.sizes import without_guards
+
+ALWAYS = False  # in tests
+
+
+class BrokenProduct(Exception):
+    """What a pass has made is not what it says: a fault of that pass."""
+
+
+@dataclass
+class Verifier:
+    """`known` holds the calls whose results were right: those that tracing has made, and those that were checked."""
+
+    known: dict[fx.Node, tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, traced: fx.Graph) -> Verifier:
+        """For the passes over a graph that tracing has just made."""
+        return cls({node: _call(node) for node in traced.nodes})
+
+    def check(self, name: str, facts: Facts) -> None:
+        """Raises `BrokenProduct` if the pass called `name` has left something wrong."""
+        try:
+            facts.joint.graph.lint()
+        except RuntimeError as error:
+            raise BrokenProduct(f"after {name}: {error}") from error
+        wrong = [*self._results(facts.joint.graph), *_strangers(facts)]
+        if wrong:
+            raise BrokenProduct(f"after {name}: {'; '.join(wrong[:5])}")
+
+    def _results(self, graph: fx.Graph) -> Iterator[str]:
+        for node in graph.nodes:
+            call = _call(node)
+            if self.known.get(node) != call and isinstance(node.target, OpOverload) and is_tensor(node) and not is_opaque(node):
+                yield from _wrong_results(node)
+            self.known[node] = call
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    return node.target, node.args, tuple(node.kwargs.items())
+
+
+def _wrong_results(node: fx.Node) -> Iterator[str]:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    mode = fake_mode_of([node.meta["val"]])
+    with torch.no_grad(), mode, without_guards(mode):
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+    said, made = results_of(node), made if isinstance(made, (tuple, list)) else (made,)
+    for one, other in zip(said, made, strict=False):
+        if one is not None and (tuple(map(str, one.shape)), one.dtype) != (tuple(map(str, other.shape)), other.dtype):
+            yield f"{node.name} gives {_plain(other)}, not {_plain(one)}"
+
+
+def _plain(value: torch.Tensor) -> str:
+    return f"{value.dtype} {list(value.shape)}"
+
+
+def _strangers(facts: Facts) -> Iterator[str]:
+    """Facts about operators that are not in the graph."""
+    inside = set(facts.joint.graph.nodes)
+    for name, nodes in _named(facts):
+        if strange := [node.name for node in nodes if node not in inside]:
+            yield f"{name} are about {', '.join(strange[:5])}, which the graph does not have"
+
+
+def _named(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
+    if facts.axes is not None:
+        yield "axes", facts.axes.shapes
+        yield "signatures", facts.axes.signatures
+    if facts.demand is not None:
+        yield "forms", facts.demand.forms
+        yield "roles", facts.demand.roles
+    if facts.causality is not None:
+        yield "spans", facts.causality.spans
+    if facts.stages is not None:
+        yield "stages", [node for stage in facts.stages.stages for node in (*stage.forward, *stage.backward, *stage.outputs)]
+    if facts.plan is not None:
+        yield "plans", [node for nodes in (*facts.plan.kept, *facts.plan.dropped) for node in nodes]
