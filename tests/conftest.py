@@ -41,6 +41,7 @@ def old_objects_stay() -> None:
     """What was imported before the tests of a file is not looked through for garbage again and again, a quarter of all time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

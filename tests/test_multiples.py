@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.ir.facts import Facts
+from tests.support.spread import spread
 from tests.support.tracing import compare_function, take_gradients, traced
 
 WIDTH, VOCABULARY, LENGTH = 4, 7, 6
@@ -180,7 +181,7 @@ def test_batches_as_long_as_the_sequence(loss: Loss, batch: int, length: int) ->
     assert in_one_pass(facts_of(loss, batch, length))
 
 
-@pytest.mark.parametrize("loss", MULTIPLES)
+@pytest.mark.parametrize("loss", spread(MULTIPLES, 4))
 def test_a_trained_head_runs_in_two_passes(loss: Loss) -> None:
     assert not in_one_pass(facts_of(loss, trained=True, also=()))
 

@@ -177,7 +177,7 @@ KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 }
 
 
-LONG = {"bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
+LONG = {"by hand", "by hand, unpacking", "bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
 
 
 @pytest.mark.parametrize("kind", only(set(KINDS) - LONG, KINDS))
