@@ -49,7 +49,7 @@ class Joined(Decoder):
 PARTS = [((3,), 0), ((3,), 1), ((1,), 1), ((4, 2), 1)]
 
 
-@pytest.mark.parametrize(("parts", "own"), only(PARTS[2:], PARTS), ids=str)
+@pytest.mark.parametrize(("parts", "own"), only(PARTS[3:], PARTS), ids=str)
 def test_rows_joined_to_the_sequence(parts: tuple[int, ...], own: int) -> None:
     compare(Joined(parts, own).double(), batch(), also=SIZES, attention={"causal"})
 

@@ -48,7 +48,7 @@ def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]
         assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
 
 
-@pytest.mark.parametrize("feed", only(["dpo"], ["dpo", "grpo"]))
+@pytest.mark.parametrize("feed", only([], ["dpo", "grpo"]))
 def test_objectives_are_the_same_in_every_way(feed: str) -> None:
     spec = {**DECODER, "workload": "preferences", "feed": feed}
     expected = Training("eager", **spec).step()

@@ -61,7 +61,7 @@ def test_how_many_stages_run_again() -> None:
 LEVELS = ("inputs", "attention", "projections", "products")
 
 
-@pytest.mark.parametrize("make", only([hf.gpt_neox], [hf.gemma2, hf.gpt_neox]), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", only([], [hf.gemma2, hf.gpt_neox]), ids=lambda make: make.__name__)
 def test_gradients_at_every_level(make: Callable[..., nn.Module]) -> None:
     """Norms after products and attention spelled out; attention and MLP side by side, with biases."""
     ids = torch.randint(1, hf.VOCABULARY, (2, 11))

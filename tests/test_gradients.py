@@ -27,7 +27,6 @@ def batch_of(layout: str, batch: int = 2, length: int = LENGTH) -> layouts.Batch
 # each model once, by the attention that is harder for it, both kinds in turn elsewhere
 EVERY_TIME = [
     ("llama", "sdpa"),
-    ("qwen3", "eager"),
     ("gemma2", "eager"),
     ("gemma3_short", "sdpa"),
     ("gpt2", "sdpa"),
@@ -99,10 +98,8 @@ SIZES = {
 
 
 ALIKE = [
-    ("sdpa", "equal to the vocabulary"),
     ("sdpa", "two"),
     ("eager", "all equal to the head size"),
-    ("eager", "batch equal to the width"),
     ("eager", "shorter than a chunk"),
 ]
 

@@ -106,6 +106,7 @@ def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(text.splitlines()) < 40
 
 
+@pytest.mark.long
 def test_adapters_leave_most_gradients_out() -> None:
     model = built(TINY, lora_rank=4)
     adapted = [module for module in model.modules() if isinstance(module, Adapted)]
