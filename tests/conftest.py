@@ -38,10 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_stay() -> None:
-    """What was imported before the tests of a file is not looked through for garbage again and again, a quarter of all time."""
+    """What was imported before the tests of a file is not looked through for garbage again and again: a seventh of all time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(700, 10, 1000)
 
 
 @pytest.fixture(autouse=True)

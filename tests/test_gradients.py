@@ -24,7 +24,7 @@ def batch_of(layout: str, batch: int = 2, length: int = LENGTH) -> layouts.Batch
 # -- Hugging Face models
 
 
-# each model once, by the attention that is harder for it, both kinds in turn elsewhere
+# the other types, and the other attention of these, come with the layouts below or with --long
 EVERY_TIME = [
     ("llama", "sdpa"),
     ("gemma2", "eager"),
@@ -32,6 +32,7 @@ EVERY_TIME = [
     ("gpt2", "sdpa"),
     ("gpt_neox", "eager"),
     ("phi3", "sdpa"),
+    ("olmo2", "eager"),
 ]
 
 
