@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
+from tests.support.spread import only
 from tests.support.twins import LENGTH, batch
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", only([True], [False, True]))
 def test_checkpointing_in_the_model(reentrant: bool) -> None:
     class Checkpointed(decoders.Plain):
         def hidden(self, x: Tensor, **more: Any) -> Tensor:
@@ -29,6 +30,7 @@ def test_checkpointing_in_the_model(reentrant: bool) -> None:
     compare(decoders.made(Checkpointed), batch(), also=(1, 16), attention={"causal"})
 
 
+@pytest.mark.long
 def test_checkpointing_of_a_huggingface_model() -> None:
     model = hf.made("llama")
     model.gradient_checkpointing_enable()  # type: ignore[operator]

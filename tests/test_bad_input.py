@@ -14,6 +14,7 @@ import streamfx
 from streamfx import IntegrationError, OptionError
 from streamfx.integrations import enable
 from tests.support.small import VOCABULARY, Causal, tokens
+from tests.support.spread import spread
 
 IDS = tokens(2, 12)
 SHORT = IDS[:, :-3]
@@ -185,7 +186,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), BAD_OPTIONS, ids=str)
+@pytest.mark.parametrize(("given", "said"), spread(BAD_OPTIONS, 2), ids=str)
 def test_bad_options_of_torch_compile(given: dict[str, Any], said: str) -> None:
     model = Trained().model
     compiled = torch.compile(model, backend="streambp", **given)

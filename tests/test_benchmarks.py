@@ -14,6 +14,7 @@ from benchmarks.settings import Settings
 from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
+from tests.support.spread import only
 
 HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
 MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
@@ -36,7 +37,7 @@ TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
         (HEAD, ("checkpointing, loss in parts",)),
         (MLP, ("checkpointing", "mini-sequences")),
         (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
-        ({**TRL, "feed": "dpo"}, ("checkpointing", "streambp, eager bodies")),
+        pytest.param({**TRL, "feed": "dpo"}, ("checkpointing", "streambp, eager bodies"), marks=pytest.mark.long),
         ({**TRL, "feed": "grpo"}, ("checkpointing", "streambp, eager bodies")),
     ],
     ids=["head", "mlp", "decoder", "TRL's DPO", "TRL's GRPO"],
@@ -47,7 +48,7 @@ def test_every_way_computes_the_same(spec: dict[str, Any], ways: tuple[str, ...]
         assert Training(way, **spec).step() == pytest.approx(expected, rel=1e-5), way
 
 
-@pytest.mark.parametrize("feed", ["dpo", "grpo"])
+@pytest.mark.parametrize("feed", only([], ["dpo", "grpo"]))
 def test_objectives_are_the_same_in_every_way(feed: str) -> None:
     spec = {**DECODER, "workload": "preferences", "feed": feed}
     expected = Training("eager", **spec).step()

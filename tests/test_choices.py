@@ -16,6 +16,7 @@ from streamfx.options import resolved
 from tests.support import hf
 from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.hf import LossOf, deep
+from tests.support.spread import only
 
 LAYERS = 5
 MODELS = [hf.qwen3_tied, pytest.param(hf.mistral, marks=pytest.mark.long)]
@@ -46,6 +47,7 @@ def test_gradients_under_every_choice(make: Callable[..., nn.Module], pytestconf
         compare_replayed(report.recorder, 5, TOLERANCE, choice)
 
 
+@pytest.mark.long
 def test_how_many_stages_run_again() -> None:
     ids = torch.randint(1, hf.VOCABULARY, (2, 19))
     (recorded,) = compare(deep(hf.llama, LAYERS), {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
@@ -59,7 +61,7 @@ def test_how_many_stages_run_again() -> None:
 LEVELS = ("inputs", "attention", "projections", "products")
 
 
-@pytest.mark.parametrize("make", [hf.gemma2, hf.gpt_neox], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", only([], [hf.gemma2, hf.gpt_neox]), ids=lambda make: make.__name__)
 def test_gradients_at_every_level(make: Callable[..., nn.Module]) -> None:
     """Norms after products and attention spelled out; attention and MLP side by side, with biases."""
     ids = torch.randint(1, hf.VOCABULARY, (2, 11))

@@ -144,7 +144,7 @@ def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, ca
         (["verify", "encoder"], "makes no causal language model"),
         (["explain", "odd"], "not a multiple of the number of attention heads"),
         (["plan", "encoder"], "makes no causal language model"),
-        (["verify", ".", "--options", '{"memory_budget": 3}'], "less than any plan"),
+        pytest.param(["verify", ".", "--options", '{"memory_budget": 3}'], "less than any plan", marks=pytest.mark.long),
         (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
         (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
         (["explain", ".", "--options", "{"], "--options must be JSON"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.cuda_kernels import in_their_place, plain
+from tests.support.spread import spread
 from tests.support.tracing import compare_function, traced
 
 aten = torch.ops.aten
@@ -96,9 +97,10 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("length", [19, 32])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize(("kernel", "mask", "causal", "verdict", "half"), STREAMS)
+CASES = [(*stream, groups, length) for stream in STREAMS for groups in (4, 2, 1) for length in (19, 32)]
+
+
+@pytest.mark.parametrize(("kernel", "mask", "causal", "verdict", "half", "groups", "length"), spread(CASES, 5))
 def test_kernels_stream(kernel: str, mask: Any, causal: bool, verdict: str, half: bool, groups: int, length: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, length, (4 + 2 * groups) * HEAD, dtype=torch.float64, requires_grad=True)

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import streamfx
+from tests.support.spread import only
 
 FOLDER = Path(__file__).parents[1] / "examples" / "custom_decoders"
 DECODERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "running")
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", only(["plain_gpt", "unbatched_rope"], DECODERS))
 def test_decoder_streams(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     decoder = importlib.import_module(name)

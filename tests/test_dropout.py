@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import check_streamed, compare, errors, outcome
+from tests.support.spread import only
 from tests.support.twins import LENGTH, batch, compiled, gradients
 
 
@@ -78,7 +79,7 @@ RANDOM = {
 SAVED = [*((name, "auto") for name in RANDOM), ("heads", "projections"), ("mix", "attention"), ("mix", "products")]
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", only(["fused attention", "mix"], RANDOM))
 def test_dropout_repeats_under_a_seed(name: str) -> None:
     own = decoders.made(RANDOM[name])
     function, backend = compiled(own)
@@ -97,7 +98,7 @@ def test_dropout_repeats_under_a_seed(name: str) -> None:
     check_streamed(backend.facts, True, {"causal"})
 
 
-@pytest.mark.parametrize(("name", "save"), SAVED)
+@pytest.mark.parametrize(("name", "save"), only(set(SAVED) - {("heads", "auto"), ("mix", "auto")}, SAVED))
 def test_gradient_with_dropout_is_that_of_the_sample_drawn(name: str, save: str) -> None:
     """Finite differences of the compiled function itself, under one seed."""
     own = decoders.made(RANDOM[name])

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
+from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_gradients, same_step, twins
 
 
@@ -27,9 +28,10 @@ def test_other_lengths_do_not_recompile_each_time() -> None:
     check_streamed(backend.facts, True, {"causal"})
 
 
-@pytest.mark.parametrize(
-    "make", [decoders.Plain, decoders.Triangle, decoders.HalfRope, decoders.Window], ids=lambda m: m.__name__
-)
+KINDS = [decoders.Plain, decoders.Triangle, decoders.HalfRope, decoders.Window]
+
+
+@pytest.mark.parametrize("make", only([decoders.Window], KINDS), ids=lambda m: m.__name__)
 def test_mark_dynamic(make: Callable[[], nn.Module]) -> None:
     own, eager = twins(make)
     function, backend = compiled(own)

@@ -17,8 +17,8 @@ from tests.support.twins import batch, compiled, same_step, twins
 LENGTH = 19
 
 
-def checked(make: Callable[[], SortedExperts], streams: bool, **options: Any) -> Report:
-    model = made(lambda: SparseDecoder(make))
+def checked(make: Callable[[], SortedExperts], streams: bool, layers: int = 1, **options: Any) -> Report:
+    model = made(lambda: SparseDecoder(make, layers))
     generator = torch.Generator().manual_seed(3)
     ids, labels = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
     return compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, 7, LENGTH), streams=streams, **options)
@@ -140,8 +140,8 @@ def test_a_single_expert() -> None:
 
 
 def test_groups_from_several_places() -> None:
-    checked(lambda: Chosen(Spelling()), streams=True)
+    checked(lambda: Chosen(Spelling()), streams=True, layers=2)
 
 
 def test_rows_of_no_expert() -> None:
-    checked(lambda: Padded(Spelling()), streams=True)
+    checked(lambda: Padded(Spelling()), streams=True, layers=2)

@@ -107,7 +107,7 @@ def test_a_whole_step_is_seen() -> None:
     assert {VOCABULARY, INNER} <= found
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", only(["falcon", "gpt_oss", "mpt"], SPREAD))
 def test_nothing_is_made_in_one_piece(name: str) -> None:
     check_shapes(name)
 

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import streamfx
 from streamfx.integrations import enable
+from tests.support.spread import only
 from tests.support.trainers import tiny
 
 LENGTH = 19
@@ -61,7 +62,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), [*((kind, False) for kind in KINDS), ("lora", True)])
+ADAPTERS = [*((kind, False) for kind in KINDS), ("lora", True)]
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), only([("prompt", False), ("lora", True)], ADAPTERS))
 def test_adapters(kind: str, checkpointing: bool, peft: Any) -> None:
     model = peft.get_peft_model(tiny.causal_model(), KINDS[kind](peft)).double()
     with torch.no_grad():
@@ -79,7 +83,7 @@ def test_adapters(kind: str, checkpointing: bool, peft: Any) -> None:
     assert done.calls["model"].compiled == 1
 
 
-@pytest.mark.parametrize("kind", ["oft", "boft"])
+@pytest.mark.parametrize("kind", only(["boft"], ["oft", "boft"]))
 def test_rotations_of_weights_leave_the_layers_their_loops(kind: str, peft: Any) -> None:
     """Each solves a system of equations of weights, an operator with effects."""
     model = peft.get_peft_model(tiny.causal_model(), KINDS[kind](peft))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from streamfx.ir.facts import Facts
 from tests.support.masks import INF, LENGTH, Mask, attention, columns, fused, qkv, rows
+from tests.support.spread import spread
 from tests.support.tracing import compare_function
 
 
@@ -51,15 +53,13 @@ HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("hide", HIDE)
-@pytest.mark.parametrize("name", VISIBLE)
+@pytest.mark.parametrize(("name", "hide"), spread(product(VISIBLE, HIDE), 5))
 def test_masks_that_are_understood(name: str, hide: str) -> None:
     visible, verdict = VISIBLE[name]
     compare_function(attention(lambda scores: HIDE[hide](scores, visible())), qkv(), (2, 1, 4), streams=True, attention={verdict})
 
 
-@pytest.mark.parametrize("name", VISIBLE)
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize(("kind", "name"), spread(product(("boolean", "additive"), VISIBLE), 3))
 def test_fused_masks_that_are_understood(name: str, kind: str) -> None:
     visible, verdict = VISIBLE[name]
 

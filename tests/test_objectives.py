@@ -13,7 +13,7 @@ from streamfx import explain
 from tests.support.exactness import assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import ROWS, VOCABULARY
-from tests.support.spread import spread
+from tests.support.spread import only, spread
 from tests.test_live_bytes import Shapes
 
 TOLERANCE = 1e-12
@@ -40,12 +40,15 @@ def check(step: Step, chunk_size: int = 5) -> None:
     assert not of_all_rows(shapes.made), "made in one piece"
 
 
-@pytest.mark.parametrize("name", spread(OBJECTIVES, 2))
+@pytest.mark.parametrize("name", spread(OBJECTIVES, 3))
 def test_inside_of_the_compiled_function(name: str) -> None:
     check(Step(OBJECTIVES[name]))
 
 
-@pytest.mark.parametrize("name", ["kl", "teacher_and_labels", "dpo", "dpo_two_calls", "grpo", "jensen_shannon"])
+OF_TWO_MODELS = ["kl", "teacher_and_labels", "dpo", "dpo_two_calls", "grpo", "jensen_shannon"]
+
+
+@pytest.mark.parametrize("name", only(["jensen_shannon"], OF_TWO_MODELS))
 def test_models_of_several_layers(name: str) -> None:
     """Nothing large of the first model waits while the layers of the second run."""
     check(Step(OBJECTIVES[name], layers=2))
@@ -69,7 +72,7 @@ def test_outside_on_lazily_returned_logits() -> None:
         assert_small(errors(outcome(step, step, batch), truth), TOLERANCE, name)
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo_entropy_bonus", "kl", "scores_then_last"])
+@pytest.mark.parametrize("name", only(["scores_then_last"], ["dpo", "grpo_entropy_bonus", "kl", "scores_then_last"]))
 def test_explain_finds_nothing_that_runs_whole(name: str) -> None:
     summary = explain(Step(OBJECTIVES[name]), **batch_of(), options={"chunk_size": 5}).summary(with_baseline=False)
     assert summary["streamed_flops_share"] == 1

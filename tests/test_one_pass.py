@@ -22,7 +22,7 @@ from tests.support.spread import only
 from tests.test_precision import distance
 
 TOLERANCE = 1e-12
-QUICK = ("dpo", "dpo_two_calls", "dpo_with_sft", "kto", "simpo", "orpo", "gspo", "grpo_reference_given")
+QUICK = ("dpo_with_sft", "grpo_reference_given")
 FROZEN = ("lm_head", "embed_tokens", "model.norm")  # as adapters leave them
 
 
@@ -88,7 +88,7 @@ def test_objectives_with_a_frozen_head(name: str) -> None:
         assert is_once == (name not in IN_TWO_PASSES)
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "kto"])
+@pytest.mark.parametrize("name", only(["dpo"], ["dpo", "ipo", "orpo", "kto"]))
 def test_a_trained_head_runs_in_two_passes(name: str) -> None:
     step, batch = Step(OBJECTIVES[name]), batch_of()
     backend = check(step, batch, name)

@@ -11,6 +11,7 @@ import torch
 from tests.packages import torch_decoders
 from tests.packages.checking import BOUND, check, double, unsettle
 from tests.support.exactness import compare
+from tests.support.spread import only
 
 x_decoders: Any = pytest.importorskip("x_transformers") and import_module("tests.packages.x_decoders")
 
@@ -21,7 +22,7 @@ def lit_decoders() -> Any:
     return import_module("tests.packages.lit_decoders")
 
 
-@pytest.mark.parametrize("name", x_decoders.SPREAD)
+@pytest.mark.parametrize("name", only(["forgetting"], x_decoders.SPREAD))
 def test_x_transformers(name: str) -> None:
     check(*x_decoders.SPREAD[name])
 
@@ -42,7 +43,7 @@ def test_encoder_and_decoder(name: str) -> None:
         compare(model, inputs, streams=None, tolerance=BOUND)
 
 
-@pytest.mark.parametrize("name", torch_decoders.SPREAD)
+@pytest.mark.parametrize("name", only(["decoder"], torch_decoders.SPREAD))
 def test_torch(name: str) -> None:
     build, _ = torch_decoders.SPREAD[name]
     check(build)

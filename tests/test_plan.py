@@ -16,6 +16,7 @@ from streamfx.planner.models import Adapted, built, builtin_names, configuration
 from streamfx.planner.predict import Prediction
 from streamfx.planner.search import longest
 from tests.support.small import Causal
+from tests.support.spread import only
 
 TINY = {
     "model_type": "llama",
@@ -28,7 +29,7 @@ TINY = {
     "max_position_embeddings": 4096,
 }
 KEYS = {"max_length", "peak_bytes", "peak_by_term", "flops", "baseline_flops", "stages"}
-MIDDLE = ("attention", "projections")
+LEVELS = ("inputs", "products", "attention", "projections")
 BILLIONS = {
     "GPT-OSS-20B": 20.91,
     "Gemma-3-12B": 11.77,
@@ -82,7 +83,7 @@ def test_a_plan_has_all_figures(folder: Path, capsys: pytest.CaptureFixture[str]
     assert all(stage["kind"] == "streamed" for stage in summary["stages"])
 
 
-@pytest.mark.parametrize("save", ["inputs", "products", *(pytest.param(s, marks=pytest.mark.long) for s in MIDDLE)])
+@pytest.mark.parametrize("save", only(["products"], LEVELS))
 def test_flops_are_those_of_a_run(save: str) -> None:
     """By a counter of torch's own, to which the CPU's attention was made known: attention, and all else."""
     counted = pytest.importorskip("benchmarks.flop_formulas").counted
@@ -105,6 +106,7 @@ def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(text.splitlines()) < 40
 
 
+@pytest.mark.long
 def test_adapters_leave_most_gradients_out() -> None:
     model = built(TINY, lora_rank=4)
     adapted = [module for module in model.modules() if isinstance(module, Adapted)]
@@ -167,8 +169,9 @@ def test_a_first_length_that_fits_only_with_fewer_boundaries(first: int) -> None
 
 def test_an_objective_has_a_reference() -> None:
     """Which takes memory of its own unless it is the policy without its adapters."""
+    one = {**TINY, "num_hidden_layers": 1}
     sft, dpo, adapted = (
-        streamfx.plan(TINY, seq=256, objective=name, lora_rank=rank, baselines=False).summary()
+        streamfx.plan(one, seq=256, objective=name, lora_rank=rank, baselines=False).summary()
         for name, rank in (("sft", None), ("dpo", None), ("dpo", 4))
     )
     assert dpo["peak_by_term"]["parameters"] == 2 * sft["peak_by_term"]["parameters"] > adapted["peak_by_term"]["parameters"]

@@ -177,7 +177,7 @@ KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 }
 
 
-LONG = {"bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
+LONG = {"by hand", "by hand, unpacking", "bitsandbytes int8", "bitsandbytes nested", "quanto int8", "quanto int4", "hqq int4"}
 
 
 @pytest.mark.parametrize("kind", only(set(KINDS) - LONG, KINDS))
@@ -211,6 +211,7 @@ def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatc
     assert meter.peak < (0.9 if kind == "hqq int4" else 0.8) * in_full, "weights are unpacked where they are used"
 
 
+@pytest.mark.long
 def test_explained(tmp_path: Path, peft: Any) -> None:
     """A packed weight keeps its scales beside its values: tracing without data leaves it as it is."""
     model = adapted(bitsandbytes(tmp_path, torch.float32, 1, **FOUR), peft)

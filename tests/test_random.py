@@ -10,6 +10,7 @@ from tests.random_decoders.checking import failure_of, smallest
 from tests.random_decoders.kinds import KINDS, draw_kind
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, Layer, draw, sensible, shrunk, simpler
+from tests.support.spread import spread
 
 EACH = 10
 FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py: what was wrong before each was mended
@@ -35,7 +36,7 @@ def assert_exact(numbers: range, *kinds: str) -> None:
         assert failure is None, f"decoder {number} of {kinds or 'any kind'}, made smaller: {smallest(failure)}"
 
 
-@pytest.mark.parametrize("first", range(0, 20, EACH))
+@pytest.mark.parametrize("first", spread(range(0, 20, EACH), 2))
 def test_is_exact(first: int) -> None:
     assert_exact(range(first, first + EACH))
 

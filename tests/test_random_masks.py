@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -98,6 +99,7 @@ def test_random_fused_masks(expression: str, additive: bool, causal: bool, chunk
     compare_function(function, [*qkv(length=t, seed=seed), *data], (chunk_size, 2))
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(visible(depth=1), st.integers(0, 99))
 def test_roles_are_rows_and_keys(expression: str, seed: int) -> None:

@@ -14,6 +14,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.runtime.recurrences import Recurrence
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.spread import spread
 
 WIDTH, LENGTH = 8, 11
 
@@ -164,7 +165,7 @@ def check(mixer: Mixer, length: int = LENGTH, layers: int = 1, count: int = 2, *
     return report
 
 
-@pytest.mark.parametrize("mixer", CARRIED, ids=lambda mixer: mixer.__name__)
+@pytest.mark.parametrize("mixer", spread(CARRIED, 2), ids=lambda mixer: mixer.__name__)
 def test_carries_a_state(mixer: Mixer) -> None:
     check(mixer, chunk_size=4, also=(1, 11))
 

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tests.support.spread import only
 from tests.zoo.configs import LAYERS, distinct_layers, shrunk_value
 from tests.zoo.measure import counted, measured
 from tests.zoo.models import grouped_products_in_float64, model_types
@@ -31,7 +32,7 @@ SPREAD = {
 REST = [name for name in model_types() if name not in SPREAD]
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", only(["cohere2", "llama4_text"], SPREAD))
 def test_streams(name: str) -> None:
     grouped_products_in_float64()
     row = measured(name)

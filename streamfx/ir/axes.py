@@ -6,7 +6,7 @@ that hold the same atoms index the same thing, and only operators can say so: si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from streamfx.ir.sizes import Size, product, quotient
@@ -24,6 +24,7 @@ class AxisTable:
         self._parent: list[Atom] = []
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
+        self._resolved: dict[Dim, Dim] = {}  # until two axes are joined, or one is split
 
     def fresh(self, size: Size) -> Dim:
         """A dimension that so far has nothing to do with any other."""
@@ -44,12 +45,17 @@ class AxisTable:
 
     def resolve(self, dim: Sequence[Atom]) -> Dim:
         """The dimension in the finest atoms known, each the representative of its class."""
-        resolved: list[Atom] = []
+        own = tuple(dim)
+        known = self._resolved.get(own)
+        if known is None:
+            known = self._resolved[own] = tuple(self._finest(own))
+        return known
+
+    def _finest(self, dim: Dim) -> Iterator[Atom]:
         for atom in dim:
             root = self._root(atom)
             parts = self._parts.get(root)
-            resolved.extend((root,) if parts is None else self.resolve(parts))
-        return tuple(resolved)
+            yield from (root,) if parts is None else self.resolve(parts)
 
     def unify(self, left: Dim, right: Dim) -> bool:
         """State that both dimensions index the same thing; False when their factors cannot be matched.
@@ -64,6 +70,7 @@ class AxisTable:
                 continue
             if self.size(a) == self.size(b):
                 self._parent[a] = b
+                self._resolved.clear()
                 self._kept |= {b} if a in self._kept else set()
                 continue
             if self._refine(a, self.size(b)):
@@ -138,6 +145,7 @@ class AxisTable:
         if inner is None or atom in self._kept:
             return False
         self._parts[atom] = (self._new(outer), self._new(inner))
+        self._resolved.clear()
         return True
 
     def _new(self, size: Size) -> Atom:

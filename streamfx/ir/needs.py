@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -24,7 +25,7 @@ class Need:
     operand: fx.Node
     where: tuple[tuple[Placement, Role, Selector], ...]
 
-    @property
+    @cached_property
     def roles(self) -> frozenset[Role]:
         return frozenset(role for _, role, _ in self.where)
 

@@ -103,13 +103,13 @@ class Attention(Heads):
 
 
 class SparseDecoder(nn.Module):
-    """Attention and sorted experts, twice."""
+    """Attention and sorted experts, in each layer."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], layers: int = 2) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.attend, self.experts = (nn.ModuleList(kind() for _ in range(2)) for kind in (Attention, make))
-        self.norms = nn.ModuleList(RMSNorm() for _ in range(4))
+        self.attend, self.experts = (nn.ModuleList(kind() for _ in range(layers)) for kind in (Attention, make))
+        self.norms = nn.ModuleList(RMSNorm() for _ in range(2 * layers))
         assert HEADS * HEAD == WIDTH
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
