@@ -28,3 +28,10 @@ def test_views_of_what_a_kernel_laid_out_otherwise_than_promised(layout: str) ->
 def test_a_batch_of_any_size_repeats_a_bias() -> None:
     """`bias.repeat(b, 1, 1)` where b is a number known only when the graph runs."""
     assert_exact(Layer(core="matmul", bias="relative"), layout="folded", heads=2, batch=3, compiled=True, dynamic=True)
+
+
+def test_uses_of_the_logits_of_a_single_row_wait_for_nothing() -> None:
+    """Logits of one row have no rows to cut, and are made as a whole."""
+    sizes = {"layout": "unbatched", "length": 1, "heads": 1, "head_size": 2, "vocabulary": 11}
+    ways = {"outputs": "logits", "loss": "sum", "compiled": True, "lazy": True, "capped": True, "frozen": "head"}
+    assert_exact(Layer(core="causal", mlp="none"), **sizes, **ways)

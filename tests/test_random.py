@@ -26,7 +26,9 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "11": (1, 3, 4),
     "12": (0,),
     "places": (3, 8, 13),
-    "ends": (8, 10),
+    "ends": (1, 6, 8),
+    "pairs": (1, 12, 16),
+    "numbers": (2, 4),
 }
 
 

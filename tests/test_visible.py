@@ -202,3 +202,25 @@ def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> Non
     assert [piece.keys for piece in pieces_of(mask[None, :1] + 10000, 1)] == [(0, 3)]
     assert [piece.keys for piece in pieces_of(mask[None, :1], 1)] == [(0, 3)]
     assert [piece.keys for piece in pieces_of(mask[None, 1:], 1)] == [(0, 2)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 8])
+def test_rows_that_see_no_key_go_back_in_other_chunks_than_forth(chunk: int) -> None:
+    """What is kept of their log-sum-exp comes from a call of other rows."""
+    torch.manual_seed(0)
+    query, gradient = torch.randn(2, 1, 2, 8, 4, dtype=torch.float64).unbind()
+    key, value = torch.randn(2, 1, 2, 4, 4, dtype=torch.float64).unbind()  # of the last four rows
+    given = [item.clone().requires_grad_() for item in (query, key, value)]
+    seen = torch.arange(4, 8) <= torch.arange(8)[:, None]
+    mixed = F.scaled_dot_product_attention(given[0], given[1], given[2], attn_mask=seen)
+    truth = torch.autograd.grad(mixed, given, gradient)
+    parts = []
+    for start in range(0, 8, chunk):
+        stop = min(start + chunk, 8)
+        keys = slice(0, max(stop - 4, 0))
+        own = query[:, :, start:stop], key[:, :, keys], value[:, :, keys]
+        parts.append(attention.forward(*own, None, start - 4, (None, 0)))
+    out, lse = (torch.cat(made, 2) for made in zip(*parts, strict=True))
+    found = attention.backward(gradient, query, key, value, out, lse, None, -4, (None, 0))
+    for one, other in zip(found, truth, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)

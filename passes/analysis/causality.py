@@ -91,11 +91,12 @@ def _outside(node: fx.Node, demand: DemandFacts) -> bool:
 
 def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: DemandFacts) -> bool:
     """Whether a value with rows and keys leaves the loop: as a result, or for an operator that runs whole."""
-    if Form.PAIR not in demand.forms[node] or not is_tensor(node):
+    if Form.PAIR not in demand.forms[node]:
         return False
-    if any(node is output for output in (*joint.outputs, *joint.gradients)):
+    values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
+    if any(value is output for value in values for output in (*joint.outputs, *joint.gradients)):
         return True
-    return any(user.op == "call_function" and is_tensor(user) and _outside(user, demand) for user in node.users)
+    return any(user in demand.forms and _outside(user, demand) for value in values for user in value.users)
 
 
 def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:

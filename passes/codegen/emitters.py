@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Role
+from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, Same, Shifted
 from streamfx.ir.recurrence import Plan
-from streamfx.ir.sizes import product, size_of
+from streamfx.ir.sizes import size_of
 from streamfx.passes.codegen.adders import arranged
-from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits, mean_count
 from streamfx.passes.operators.rules.attention import M, N
 from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
 from streamfx.passes.operators.whole import RunsWhole
@@ -39,7 +39,7 @@ NO_STATES = "a loop over rows goes back through rows that the forward half did n
 
 @emits(aten.mean.default, aten.mean.dim)
 def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """A mean over the sequence is a sum, divided by the number of all rows: at once over keys, in the end over chunks."""
+    """A mean over the sequence is a sum, divided by the number of rows: in the end if it is a sum over chunks, else at once."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
     split = {roles[letter] for letter in signature.contracted() if letter in roles}
     if not split & {Role.ROWS, Role.KEYS}:
@@ -51,11 +51,9 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     total = builder.graph.call_function(
         aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": node.meta["val"].dtype}
     )
-    if Role.ROWS in split:
+    if builder.layout.demand.form(node) is Form.SUM:
         return total
-    axes = builder.layout.axes
-    count = product(axes.table.size_of_dim(axes.letters[node][letter]) for letter in signature.contracted())
-    return builder.graph.call_function(aten.div.Scalar, (total, builder.number(count)))
+    return builder.graph.call_function(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
 
 
 @emits(aten.tril.default, aten.triu.default)

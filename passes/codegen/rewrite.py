@@ -21,7 +21,7 @@ from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_o
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
-from streamfx.ir.sizes import size_of
+from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
 from streamfx.passes.codegen.outer import OuterBuilder
@@ -281,7 +281,9 @@ def symbols_of(joint: JointGraph, outer: OuterBuilder) -> dict[sympy.Symbol, fx.
     """An outer node for the value of each symbol: an input that is one, or a dimension of an input."""
     found: dict[sympy.Symbol, fx.Node] = {}
     for node in joint.primals:
-        if is_size(node) and isinstance(symbol := size_of(node.meta["val"]), sympy.Symbol):
+        size = size_of(node.meta["val"]) if is_size(node) else None
+        symbol = size.args[0] if isinstance(size, (Real, Truth)) else size
+        if isinstance(symbol, sympy.Symbol):
             found.setdefault(symbol, outer.env[node])
     for node in joint.primals:
         if is_tensor(node):

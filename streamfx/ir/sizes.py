@@ -11,11 +11,22 @@ import torch
 Size: TypeAlias = "int | sympy.Expr"
 
 
+class Real(sympy.Function):
+    """A number that follows from sizes and is no whole one, as 1 / t."""
+
+
+class Truth(sympy.Function):
+    """Whether something holds of sizes, as t > 8."""
+
+
 def size_of(dimension: Any) -> Size:
-    """The size that a FakeTensor's dimension (an `int` or a `SymInt`) stands for."""
+    """The size that a FakeTensor's dimension (an `int` or a `SymInt`) stands for, or what another number of sizes does."""
     if isinstance(dimension, int):
         return dimension
-    return simplified(dimension.node.expr)
+    if isinstance(dimension, float):
+        return Real(sympy.Float(dimension))
+    kind = {torch.SymFloat: Real, torch.SymBool: Truth}.get(type(dimension), simplified)
+    return kind(dimension.node.expr)  # type: ignore[no-any-return, operator]
 
 
 def simplified(expression: Any) -> Size:

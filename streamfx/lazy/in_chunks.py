@@ -193,7 +193,8 @@ class _Writer:
         return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_of, self.sources)}) == 1
 
     def _recipe(self, source: Source, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
-        rows, place, values = source.recipe.rows, source.longest[1], source.current() if self.checks else source.unchecked()
+        rows, values = source.recipe.rows, source.current() if self.checks else source.unchecked()
+        place = 0 if rows is None else source.longest[1]
         nodes = []
         for i, value in enumerate(values):
             has_rows = rows is not None and i == rows.given

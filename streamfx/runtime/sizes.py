@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from streamfx.ir.program import START, STOP, Rows, Shifted
-from streamfx.ir.sizes import Size, free_symbols, simplified
+from streamfx.ir.sizes import Real, Size, Truth, free_symbols, simplified
 from streamfx.ir.span import Span
 
 
@@ -129,12 +129,13 @@ def _bounds(span: Span) -> tuple[Any, Any]:
     return (-sympy.oo if span.low is None else span.low, sympy.oo if span.high is None else span.high)
 
 
-def compiled_size(size: Size) -> Callable[[dict[str, int]], int]:
-    """A function from the values of the symbols to the size."""
+def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
+    """A function from the values of the symbols to the size, or to a number or a truth of another kind."""
     names = sorted(symbol.name for symbol in free_symbols([size]))
     code = f"lambda {', '.join(names)}: {_python(size)}"
     function = eval(code, dict(_FUNCTIONS))
-    return lambda env: int(function(*(env[name] for name in names)))
+    kind = {Real: float, Truth: bool}.get(type(size), int)
+    return lambda env: kind(function(*(env[name] for name in names)))
 
 
 def _python(size: Any) -> str:
@@ -160,6 +161,9 @@ def _unbounded(function: Callable[..., tuple[int, int]], part: int) -> Callable[
 
 _FUNCTIONS: dict[str, Any] = {
     "math": math,
+    "torch": torch,
+    "Real": float,
+    "Truth": bool,
     "member_start": _unbounded(member_bounds, 0),
     "member_count": _unbounded(member_bounds, 1),
     "shifted_start": _unbounded(shifted_bounds, 0),
@@ -178,8 +182,9 @@ class SizeOf(torch.nn.Module):
         self.expression, self.names = size, tuple(symbol.name for symbol in symbols)
         self._function = compiled_size(size)
 
-    def forward(self, *values: Any) -> int:
-        return self._function({name: int(value) for name, value in zip(self.names, values, strict=True)})
+    def forward(self, *values: Any) -> Any:
+        plain = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
+        return self._function(dict(zip(self.names, plain, strict=True)))
 
     def extra_repr(self) -> str:
         return str(self.expression)

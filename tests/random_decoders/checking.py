@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamfx.lazy import in_chunks, steps
 from streamfx.runtime import segments, visible
 from streamfx.runtime.forms import any_size
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
-from tests.support.exactness import Report, leaves, recorder
+from tests.support.exactness import Report, gradient_errors, leaves, recorder
 
 
 class WrongProgram(Exception):
@@ -50,8 +51,29 @@ def run(decoder: Decoder) -> Report:
     if not all(bool(item.isfinite().all()) for item in eager):
         return Report({}, recorder())  # rows that see no key, say: nothing to compare with
     with small_and_interpreted(), products_that_round_by_rows() if decoder.outputs == "logits" else nullcontext():
-        report: Report = names["check"]()
+        try:
+            report: Report = names["check"]()
+        except AssertionError as error:
+            if "differ from eager" in str(error) and is_decided_by_rounding(names["model"], names["inputs"], names["reduce"]):
+                return Report({}, recorder())
+            raise
     return report
+
+
+def is_decided_by_rounding(model: nn.Module, inputs: Mapping[str, Tensor], reduce: Callable[[Any], Tensor]) -> bool:
+    """Whether eager's own gradients move, by more than a millionth, where weights move by their last digit: by chance."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps)
+    one, another = (_gradients(own, inputs, reduce) for own in (model, other))
+    return max(gradient_errors(another, one, noise=0.0).values(), default=0.0) > 1e-6
+
+
+def _gradients(model: nn.Module, inputs: Mapping[str, Tensor], reduce: Callable[[Any], Tensor]) -> dict[str, Tensor | None]:
+    named = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    found = torch.autograd.grad(reduce(model(**inputs)), [*named.values()], allow_unused=True)
+    return dict(zip(named, found, strict=True))
 
 
 @contextmanager

@@ -131,6 +131,38 @@ ENDS: dict[str, tuple[str, ...]] = {
     "from a sign that changes": ("term = x[:, t - 5 :].mean(1).square().mean()",),
     "moved from the end": ("term = (F.pad(x[:, -(t // 2 + 1) :], (0, 0, t - t // 2 - 1, 0)) * x).square().mean()",),
 }
+# numbers that follow from a dynamic length, and are no whole ones
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "one by the length": ("term = (x.sum(1) * (1 / t)).square().mean()",),
+    "root of the length": ("term = (x * (t / 2) ** -0.5).square().mean()",),
+    "limit by the length": ("term = x.clamp(max=2 / t).square().mean()",),
+    "filled by the length": ("term = (x.masked_fill(x > 0.5, 0.7 / t) + torch.full_like(x, 3 / t)).square().mean()",),
+    "mixed by the length": ("term = torch.lerp(torch.add(x, x.sin(), alpha=1 / t), x.cos(), 2 / (t + 1)).square().mean()",),
+    "power by the length": ("term = (x * x + 1).pow(1 / t).mean()",),
+    "variance": ("term = x.var(1, correction=0).square().mean()",),
+    "share of the rows": ("term = x[:, : int(t * 0.75) + 1].mean(1).square().mean()",),
+    "less than nothing": ("term = (x * (3.5 - t)).square().mean() + (x * (7 - t)).square().mean()",),
+}
+_SHARES = "p = (x @ x.sin().transpose(1, 2)).masked_fill(at > at[:, None], -torch.inf).softmax(-1)"
+# what is made of rows by keys along the rows, or as several results, or has to be there as a whole
+PAIRS: dict[str, tuple[str, ...]] = {
+    name: (_SHARES, f"term = ({made}).square().mean()")
+    for name, made in {
+        "mean over queries": "p.mean(1)",
+        "mean over sequences and queries": "p.mean((0, 1))",
+        "mean over keys": "(p * p).mean(2)",
+        "mean over all": "(p * p).mean((0, 1, 2))",
+        "sum over queries": "p.sum(1)",
+        "variance over queries": "p.var(1, correction=0)",
+        "norm over queries": "(p + 1).norm(dim=1)",
+        "sorted over queries": "p.sort(1).values * (1 + at[:, None])",
+        "largest so far over queries": "p.cummax(1).values * (1 + at)",
+        "part of the queries": "p.split((t + 1) // 2, 1)[0]",
+        "two statistics": "sum(torch.var_mean(p, (1, 2), correction=0))",
+        "sums over earlier queries": "p.cumsum(1) * (1 + at)",
+        "softmax over queries": "p.softmax(1) @ x",
+    }.items()
+}
 _FUNCTION = """
 class {name}(torch.autograd.Function):
     @staticmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import ENDS, EXTRAS, PLACES
+from tests.random_decoders.extras import ENDS, EXTRAS, NUMBERS, PAIRS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -83,8 +83,20 @@ def _places(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, bend="none", extra=random.choice(list(PLACES)))
 
 
+def _pairs(decoder: Decoder, random: Random) -> Decoder:
+    return replace(decoder, bend="none", extra=random.choice(list(PAIRS)))
+
+
 def _ends(decoder: Decoder, random: Random) -> Decoder:
-    own = replace(_small(decoder), calls="lengths", dynamic=True, bend="none", extra=random.choice(list(ENDS)))
+    return _of_any_length(decoder, random, ENDS)
+
+
+def _numbers(decoder: Decoder, random: Random) -> Decoder:
+    return _of_any_length(decoder, random, NUMBERS)
+
+
+def _of_any_length(decoder: Decoder, random: Random, extras: dict[str, Any]) -> Decoder:
+    own = replace(_small(decoder), calls="lengths", dynamic=True, bend="none", extra=random.choice(list(extras)))
     return replace(own, length=random.choice((5, 6, 7, 11, 19)))
 
 
@@ -109,8 +121,10 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "12": _lengths,
     "places": _places,
     "ends": _ends,
+    "pairs": _pairs,
+    "numbers": _numbers,
 }
-OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places") * 3, "4", "5", "6", "12", "ends")
+OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places", "pairs") * 3, "4", "5", "6", "12", "ends", "numbers")
 
 
 def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:

@@ -172,7 +172,7 @@ def _sensible_beside(decoder: Decoder) -> Decoder:
     if decoder.extra != "none" or decoder.bend != "none":
         decoder = replace(decoder, outputs="loss", precision="float64")
     if decoder.extra != "none":
-        decoder = replace(decoder, layout="batch first", calls="one")
+        decoder = replace(decoder, layout="batch first", calls="lengths" if decoder.calls == "lengths" else "one")
     if decoder.calls.startswith("late"):
         decoder = replace(decoder, outputs="logits", loss="mean", precision="float64")
     if decoder.calls.startswith("buffer"):

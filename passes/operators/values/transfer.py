@@ -115,7 +115,7 @@ def _range_of_size(value: Any) -> Range:
     size = size_of(value)
     if isinstance(size, int):
         return constant(size)
-    return Range(0, LONGEST) if isinstance(size, sympy.Symbol) else everything(torch.int64)
+    return Range(0, LONGEST) if isinstance(size, sympy.Symbol) and size.is_nonnegative else everything(torch.int64)
 
 
 def longest(size: Size) -> int:
