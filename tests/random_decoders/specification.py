@@ -250,7 +250,7 @@ def _simpler_fields(item: Any) -> Iterator[Any]:
     for own in fields(item):
         values = own.metadata.get("values", ())
         value = getattr(item, own.name)
-        for other in values[: values.index(value)] if values else ():
+        for other in values[: values.index(value) if value in values else 1]:  # some are drawn in other ways
             yield replace(item, **{own.name: other})
 
 

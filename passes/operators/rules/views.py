@@ -14,6 +14,7 @@ from streamfx.ir.joint import is_size, node_argument, shape_of_node
 from streamfx.ir.signature import LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
+from streamfx.torch_private.sizes import is_negative
 
 aten = torch.ops.aten
 FEW = 4  # rows taken one by one in a loop each
@@ -176,24 +177,22 @@ def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature
     return Signature((operand,) * len(call.operands), (result,) * results, whole=frozenset({dim, rank}))
 
 
-def slice_bounds(call: Call, length: Size) -> tuple[Any, Any, Any]:
-    """(start, stop, step) of a slice over `length` rows, as sizes, negative positions counted from the end."""
-    arguments = call.arguments()
-
-    def position(value: Any, default: Size) -> Any:
-        if value is None:
-            return default
-        value = size_of(value.meta["val"]) if hasattr(value, "meta") else value
-        if isinstance(value, int) and value < 0:
-            value = length + value
-            return max(value, 0) if isinstance(value, int) else value
-        return value
-
-    return position(arguments["start"], 0), position(arguments["end"], length), arguments["step"]
+def first_row(start: Any, length: Any) -> Size | None:
+    """The first row of a slice of `length` rows, as torch has it: counted from the end where it is negative, and then no row in
+    front of the first. A sign that depends on a dynamic number becomes a condition of the graph; None where it cannot.
+    """
+    number = start.meta["val"] if isinstance(start, fx.Node) else start
+    if number is None:
+        return 0
+    if (from_end := is_negative(number)) is None:
+        return None
+    number = number + length if from_end else number
+    in_front = is_negative(number) if from_end else False
+    return None if in_front is None else 0 if in_front else size_of(number)
 
 
 @rule(aten.slice.Tensor)
-def slice_(call: Call) -> Signature:
+def slice_(call: Call) -> Signature | None:
     """Rows start..end of one dimension: an axis of its own, shifted against the operand's."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
@@ -201,18 +200,20 @@ def slice_(call: Call) -> Signature:
     operand = _own_letters(rank)
     if kept == length:
         return Signature((operand,), (operand,))
-    start, _, step = slice_bounds(call, length)
+    start = first_row(call.arguments()["start"], call.operands[0].meta["val"].shape[dim])
+    if start is None:
+        return None
     if kept == 1:
         result = (*operand[:dim], (), *operand[dim + 1 :])
         return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, start))
     signature = _whole_along(call, dim, rank)
-    if step != 1:
+    if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, shifts={rank: (dim, start)})
 
 
 @rule(aten.slice_backward.default)
-def slice_backward(call: Call) -> Signature:
+def slice_backward(call: Call) -> Signature | None:
     """The gradient of a slice: the rows of the operand, with zeros around them."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
@@ -220,12 +221,14 @@ def slice_backward(call: Call) -> Signature:
     operand = _own_letters(rank)
     if kept == length:
         return Signature((operand,), (operand,))
-    start, _, step = slice_bounds(call, length)
+    start = first_row(call.arguments()["start"], call.node.meta["val"].shape[dim])
+    if start is None:
+        return None
     if kept == 1:
         row = (*operand[:dim], (), *operand[dim + 1 :])
         return Signature((row,), (operand,), whole=frozenset({dim}), single=_single(call, dim, start))
     signature = _whole_along(call, dim, rank)
-    if step != 1:
+    if call.arguments()["step"] != 1:
         return signature
     return Signature(signature.operands, signature.results, shifts={rank: (dim, -start)})
 
