@@ -16,6 +16,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, results_of
 from streamfx.passes.operators.opaque import is_opaque
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.torch_private import OpOverload, fake_mode_of
 from streamfx.torch_private.sizes import without_guards
 
@@ -61,9 +62,9 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 
 def _wrong_results(node: fx.Node) -> Iterator[str]:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    mode = fake_mode_of([node.meta["val"]])
+    mode, function = fake_mode_of([node.meta["val"]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
     with torch.no_grad(), mode, without_guards(mode):
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        made = function(*args, **kwargs)
     said, made = results_of(node), made if isinstance(made, (tuple, list)) else (made,)
     for one, other in zip(said, made, strict=False):
         if one is not None and (tuple(map(str, one.shape)), one.dtype) != (tuple(map(str, other.shape)), other.dtype):

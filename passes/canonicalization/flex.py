@@ -160,8 +160,14 @@ class _Call:
             elif made is None and user.users:
                 raise CannotWriteOut(f"result {position}")
             elif made is not None:
-                user.replace_all_uses_with(made, propagate_meta=False)
+                user.replace_all_uses_with(self._as_promised(made, user), propagate_meta=False)
             self.graph.erase_node(user)
+
+    def _as_promised(self, made: Any, user: fx.Node) -> Any:
+        """In the type that tracing found: of the log-sum-exp torch promises float32, whatever it computes in."""
+        dtype = user.meta["val"].dtype
+        same = made.meta["val"].dtype == dtype
+        return made if same else self.writer.before(user).call(aten._to_copy.default, made, dtype=dtype)
 
     def erase(self, node: fx.Node) -> None:
         self.graph.erase_node(node)
