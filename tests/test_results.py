@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
@@ -28,3 +30,33 @@ def test_results_have_eagers_strides() -> None:
     for own, eager in zip(torch.compile(model, backend="streambp", options={"chunk_size": 5})(**inputs), wanted, strict=True):
         torch.testing.assert_close(own, eager)
         assert own.stride() == eager.stride()
+
+
+class Shows(nn.Module):
+    """Spelled-out attention whose probabilities, some dropped out, are part of the result."""
+
+    def __init__(self, of_rows: str) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        shares = (self.q(x) @ self.k(x).transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1)
+        if self.of_rows == "dropped out":
+            shares = F.dropout(shares, 0.25)
+        shown = shares.sort(1).values if self.of_rows == "sorted" else shares
+        return (shares @ x).square().mean(), shown
+
+
+@pytest.mark.parametrize("of_rows", ["as they are", "dropped out", "sorted"])
+def test_shares_of_all_keys_are_returned_in_full(of_rows: str) -> None:
+    """A chunk's rows see its own keys and those before; what is returned, or sorted along the rows, has all keys."""
+    torch.manual_seed(0)
+    model, x = Shows(of_rows).double(), torch.randn(2, 13, 4, dtype=torch.float64)
+    wanted = model.eval()(x)[1] if of_rows != "dropped out" else Shows.forward(model, x)[1]
+    _, shown = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "eager"})(x)
+    assert shown.shape == wanted.shape
+    if of_rows == "dropped out":
+        shown, wanted = shown * (wanted != 0), wanted * (shown != 0)  # what neither has drawn
+    torch.testing.assert_close(shown, wanted)
