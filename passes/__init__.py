@@ -11,7 +11,6 @@ from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import copied
 from streamfx.options import Options
-from streamfx.passes import verifier as verifying
 from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
@@ -107,7 +106,7 @@ def _within_budget(facts: Facts, options: Options, after: Callable[[Pass, Facts]
 
 
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
-    verifier = Verifier.of(facts.joint.graph) if options.check_passes or verifying.ALWAYS else None
+    verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:
         facts = step.apply(facts)
         if verifier is not None:

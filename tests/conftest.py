@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamfx.passes import verifier
+import streamfx
 from streamfx.passes.operators.rules import RULES
 from streamfx.runtime import visible
 from tests.support.goldens import golden
@@ -19,7 +19,7 @@ from tests.support.precision import widen_models
 __all__ = ["golden"]
 
 widen_models()
-verifier.ALWAYS = True
+streamfx.configure(check_passes=True)
 
 # pytest listens to loggers that do not propagate, and with a listener torch writes a trace of all that it compiles
 logging.getLogger("torch.__trace").propagate = True
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_stay() -> None:
-    """What was imported before the tests of a file is not looked through for garbage again and again: a seventh of all time."""
+    """What was imported before the tests of a file is not looked through for garbage again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 1000)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, known
+from streamfx.options import resolved
 from streamfx.passes.verifier import BrokenProduct, Verifier
 from tests.support.small import EXAMPLES
 
@@ -67,3 +68,7 @@ def test_what_was_checked_is_not_checked_again() -> None:
     with pytest.raises(BrokenProduct):
         verifier.check("breaking", facts)
     verifier.check("another", facts)
+
+
+def test_it_is_on_while_tests_run() -> None:
+    assert resolved().check_passes

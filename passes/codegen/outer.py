@@ -16,7 +16,8 @@ from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.passes.codegen.bodies import BodyBuilder
-from streamfx.passes.operators.opaque import LAYOUTS, is_part
+from streamfx.passes.operators.opaque import LAYOUTS
+from streamfx.passes.operators.traits import is_part
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value
 from streamfx.runtime.as_traced import laid_out

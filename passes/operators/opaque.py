@@ -61,10 +61,5 @@ def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] 
     ]
 
 
-def is_part(node: fx.Node) -> bool:
-    """Whether a node takes a result out of an operator's results."""
-    return node.target is operator.getitem or node.target is part_of
-
-
 def is_part_of_opaque(node: fx.Node) -> bool:
     return node.target is part_of and is_tensor(node)

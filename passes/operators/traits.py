@@ -85,6 +85,11 @@ def unpacks(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() in UNPACKERS
 
 
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes a result out of an operator's results."""
+    return node.target is operator.getitem or node.target is part_of
+
+
 def producer_of(node: fx.Node) -> fx.Node:
     """The operator that makes a value: a result of a tuple-valued operator belongs to that operator."""
-    return node_argument(node) if node.target is operator.getitem or node.target is part_of else node
+    return node_argument(node) if is_part(node) else node

@@ -105,12 +105,13 @@ class _Search:
         fallback: tuple[Candidate, Facts] | None = None
         for candidate in self.candidates():
             facts = self.rewritten(candidate)
-            least, good = self.working_sets(known(facts.program))
-            cost = self.simulate(candidate, known(facts.program), good)
+            program = known(facts.program)
+            least, good = self.working_sets(program)
+            cost = self.simulate(candidate, program, good)
             if cost.peak <= self.left:
-                return self.chosen(facts, self.enlarged(candidate, known(facts.program), good, cost))
+                return self.chosen(facts, self.enlarged(candidate, program, good, cost))
             if good != least and fallback is None:
-                cost = self.simulate(candidate, known(facts.program), least)
+                cost = self.simulate(candidate, program, least)
                 if cost.peak <= self.left:
                     fallback = candidate, facts
         if fallback is None:
@@ -136,9 +137,8 @@ class _Search:
 
     def keeping_more(self, every: int) -> Iterator[Candidate]:
         """Those that keep more than stage inputs and may fit, the most first."""
-        base = self.simulate(
-            Candidate("inputs", every), known(self.facts.program), self.working_sets(known(self.facts.program))[1]
-        )
+        program = known(self.facts.program)
+        base = self.simulate(Candidate("inputs", every), program, self.working_sets(program)[1])
         found: dict[Any, Candidate] = {}
         for level in SAVE_LEVELS[1:]:
             candidate = Candidate(level, every)
@@ -163,11 +163,8 @@ class _Search:
 
     def rewritten(self, candidate: Candidate) -> Facts:
         planned = Plan(self.with_choices(candidate)).apply(self.facts)
-        same = (known(planned.plan).kept, known(planned.plan).dropped) == (
-            known(self.facts.plan).kept,
-            known(self.facts.plan).dropped,
-        )
-        return self.facts if same else self.rewrite(planned)
+        own, other = known(self.facts.plan), known(planned.plan)
+        return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
 
     # -- sizes of chunks
 
@@ -193,9 +190,8 @@ class _Search:
         """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
         axes = self.facts.axes
         assert axes is not None
-        outputs = [
-            node for stage in known(self.facts.stages).stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])
-        ]
+        stages = known(self.facts.stages).stages
+        outputs = [node for stage in stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
         sizes = [node.meta["val"].shape for node in outputs]
         return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
 
@@ -250,12 +246,12 @@ class _Search:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
-        set_working_set(known(facts.program), working_set)
-        sizes = tuple(with_working_set(size, working_set) for size in known(facts.plan).chunk_sizes)
-        plan, found = replace(known(facts.plan), chunk_sizes=sizes), facts.lengths
+        program, plan, found = known(facts.program), known(facts.plan), facts.lengths
+        set_working_set(program, working_set)
+        plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
-            furthest = self.lengths.furthest(lambda longer: self.still_fits(known(facts.program), longer))
-            set_most_rows(known(facts.program), furthest)
+            furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
+            set_most_rows(program, furthest)
             found = furthest.joined(facts.lengths)
         return replace(facts, plan=plan, lengths=found, fitting=Fitting(self.budget, tuple(self.tried)))
 

@@ -25,8 +25,9 @@ def size_of(dimension: Any) -> Size:
         return dimension
     if isinstance(dimension, float):
         return Real(sympy.Float(dimension))
-    kind = {torch.SymFloat: Real, torch.SymBool: Truth}.get(type(dimension), simplified)
-    return kind(dimension.node.expr)  # type: ignore[no-any-return, operator]
+    if isinstance(dimension, torch.SymFloat):
+        return Real(dimension.node.expr)
+    return Truth(dimension.node.expr) if isinstance(dimension, torch.SymBool) else simplified(dimension.node.expr)
 
 
 def simplified(expression: Any) -> Size:

@@ -56,7 +56,8 @@ def backward(
     """Gradients of queries, keys and values."""
     if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of a row that sees no key: no share of any, in whatever chunk
+    if bias is not None:  # it may hide all keys from a row, which then has no share of any, in whatever chunk it went forth
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     bias, causal = _visible(query, key, bias, causal, scale)
     keys, values = _of_one_kind(query, key, value)
     dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)

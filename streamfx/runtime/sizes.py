@@ -12,6 +12,7 @@ import torch
 from streamfx.ir.program import START, STOP, Rows, Shifted
 from streamfx.ir.sizes import Real, Size, Truth, free_symbols, simplified
 from streamfx.ir.span import Span
+from streamfx.torch_private import PythonPrinter
 
 
 class member_count(sympy.Function):
@@ -132,27 +133,24 @@ def _bounds(span: Span) -> tuple[Any, Any]:
 def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
     """A function from the values of the symbols to the size, or to a number or a truth of another kind."""
     names = sorted(symbol.name for symbol in free_symbols([size]))
-    code = f"lambda {', '.join(names)}: {_python(size)}"
+    code = f"lambda {', '.join(names)}: {_Printer().doprint(simplified(size))}"
     function = eval(code, dict(_FUNCTIONS))
     kind = {Real: float, Truth: bool}.get(type(size), int)
     return lambda env: kind(function(*(env[name] for name in names)))
 
 
-def _python(size: Any) -> str:
-    from streamfx.torch_private import PythonPrinter
+class _Printer(PythonPrinter):  # type: ignore[misc]
+    """Names functions of sizes as `_FUNCTIONS` does."""
 
-    class Printer(PythonPrinter):  # type: ignore[misc]
-        def _print_Function(self, expression: Any) -> str:
-            arguments = ", ".join(self._print(argument) for argument in expression.args)
-            return f"{type(expression).__name__}({arguments})"
+    def _print_Function(self, expression: Any) -> str:
+        arguments = ", ".join(self._print(argument) for argument in expression.args)
+        return f"{type(expression).__name__}({arguments})"
 
-        def _print_Infinity(self, expression: Any) -> str:
-            return "None"
+    def _print_Infinity(self, expression: Any) -> str:
+        return "None"
 
-        def _print_NegativeInfinity(self, expression: Any) -> str:
-            return "None"
-
-    return Printer().doprint(simplified(size))
+    def _print_NegativeInfinity(self, expression: Any) -> str:
+        return "None"
 
 
 def _unbounded(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:

@@ -64,13 +64,13 @@ def _threads(called: Called, rest: str) -> dict[str, float]:
     """Each thread has inputs of its own, all the same model; gradients are taken, not accumulated."""
     called.same("before threads")
     own = [{name: _shuffled(item, n) for name, item in called.inputs.items()} for n in range(THREADS)]
-    truth = [_gradients(called.eager, called.eager, given, called.reduce) for given in own]
+    truth = [gradients_of(called.eager, called.eager, given, called.reduce) for given in own]
     found: dict[str, float] = {}
 
     def work(n: int) -> None:
         for step in range(STEPS):
             try:
-                got = _gradients(called.function, called.own, own[n], called.reduce)
+                got = gradients_of(called.function, called.own, own[n], called.reduce)
                 found[f"thread {n} step {step}"] = max(errors(Outcome({}, got), Outcome({}, truth[n])).values())
             except Exception as error:
                 found[f"thread {n} step {step}: {type(error).__name__} {error}"[:300]] = float("inf")
@@ -84,7 +84,7 @@ def _threads(called: Called, rest: str) -> dict[str, float]:
     return found
 
 
-def _gradients(
+def gradients_of(
     function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Tensor], reduce: Reduce
 ) -> dict[str, Tensor | None]:
     named = {name: item for name, item in model.named_parameters() if item.requires_grad}

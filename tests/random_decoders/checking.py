@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from streamfx.lazy import in_chunks, steps
 from streamfx.runtime import segments, visible
 from streamfx.runtime.forms import any_size
+from tests.random_decoders.calls import gradients_of
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
 from tests.support.exactness import Report, gradient_errors, leaves, recorder
@@ -66,14 +67,8 @@ def is_decided_by_rounding(model: nn.Module, inputs: Mapping[str, Tensor], reduc
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps)
-    one, another = (_gradients(own, inputs, reduce) for own in (model, other))
+    one, another = (gradients_of(own, own, inputs, reduce) for own in (model, other))
     return max(gradient_errors(another, one, noise=0.0).values(), default=0.0) > 1e-6
-
-
-def _gradients(model: nn.Module, inputs: Mapping[str, Tensor], reduce: Callable[[Any], Tensor]) -> dict[str, Tensor | None]:
-    named = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    found = torch.autograd.grad(reduce(model(**inputs)), [*named.values()], allow_unused=True)
-    return dict(zip(named, found, strict=True))
 
 
 @contextmanager

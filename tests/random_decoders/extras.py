@@ -217,3 +217,4 @@ KEYS = {
     "float16": "(group + 4096).half()",
     "remainder": "(group % 2)",
 }
+LINES = {**EXTRAS, **PLACES, **ENDS, **PAIRS, **NUMBERS}

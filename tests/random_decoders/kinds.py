@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -79,25 +80,13 @@ def _operands(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, bend="none", extra=random.choice(names))
 
 
-def _places(decoder: Decoder, random: Random) -> Decoder:
-    return replace(decoder, bend="none", extra=random.choice(list(PLACES)))
+def _beside(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
+    return replace(decoder, bend="none", extra=random.choice(list(extras)))
 
 
-def _pairs(decoder: Decoder, random: Random) -> Decoder:
-    return replace(decoder, bend="none", extra=random.choice(list(PAIRS)))
-
-
-def _ends(decoder: Decoder, random: Random) -> Decoder:
-    return _of_any_length(decoder, random, ENDS)
-
-
-def _numbers(decoder: Decoder, random: Random) -> Decoder:
-    return _of_any_length(decoder, random, NUMBERS)
-
-
-def _of_any_length(decoder: Decoder, random: Random, extras: dict[str, Any]) -> Decoder:
-    own = replace(_small(decoder), calls="lengths", dynamic=True, bend="none", extra=random.choice(list(extras)))
-    return replace(own, length=random.choice((5, 6, 7, 11, 19)))
+def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
+    own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), random, extras)
+    return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
 
 
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
@@ -119,10 +108,10 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "10": _sinks,
     "11": _operands,
     "12": _lengths,
-    "places": _places,
-    "ends": _ends,
-    "pairs": _pairs,
-    "numbers": _numbers,
+    "places": partial(_beside, extras=PLACES),
+    "ends": partial(_of_any_length, extras=ENDS),
+    "pairs": partial(_beside, extras=PAIRS),
+    "numbers": partial(_of_any_length, extras=NUMBERS),
 }
 OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places", "pairs") * 3, "4", "5", "6", "12", "ends", "numbers")
 

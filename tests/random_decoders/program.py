@@ -6,7 +6,7 @@ import re
 
 from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
-from tests.random_decoders.extras import ENDS, EXTRAS, FUNCTIONS, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import FUNCTIONS, LINES
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -178,7 +178,7 @@ def _result(w: Writer) -> str:
     if any("aux + " in line for line in w.lines):
         w.line("loss = loss + 0.1 * aux")
     if decoder.extra != "none":
-        lines = {**EXTRAS, **PLACES, **ENDS, **PAIRS, **NUMBERS}[decoder.extra]
+        lines = LINES[decoder.extra]
         w.line(*lines, "loss = loss + term")
         if "self.shift" in "".join(lines):
             w.parameter("shift", 1)
