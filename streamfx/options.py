@@ -171,7 +171,7 @@ def _configured() -> dict[str, Any]:
     """
     for layer in list(_of_process):
         if layer.thread != threading.get_ident():
-            layer.decided.wait(0.1)
+            layer.decided.wait(1.0)
             layer.decided.set()
     layers = [*_of_process, *(layer for layer in _of_context.get() if layer.is_open)]
     return {name: value for layer in layers for name, value in layer.options.items()}
