@@ -1,9 +1,4 @@
-"""The gradients of a convolution, each as an operator of its own: they need different rows.
-
-convolution_backward(dy, x, w)  ->  dx = convolution(dy, w, transposed)    rows of dy from the window ahead
-                                    dw = convolution_backward(..., only dw)    a sum over rows
-                                    db = sum(dy)                               a sum over rows
-"""
+"""The gradients of a convolution, each as an operator of its own: they need different rows."""
 
 from __future__ import annotations
 
@@ -15,20 +10,26 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.rules.convolution import is_of_one_tap, window_of
 
 aten = torch.ops.aten
 
 
-def split_backward(node: fx.Node, writer: GraphWriter) -> None:
-    """Replace the results of a convolution's backward one by one."""
+@equation(aten.convolution_backward.default)
+def gradients_of_a_convolution(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """convolution_backward(dy, x, w) -> dx = convolution(dy, w, transposed)      rows of dy from the window ahead
+    dw = convolution_backward(only dw)       a sum over rows
+    db = sum(dy)                             a sum over rows
+    """
     arguments = bound_arguments(node)
     gradient, x, weight = (arguments[name] for name in ("grad_output", "input", "weight"))
     if not _has_a_rule(arguments, x, weight) or arguments["output_mask"] == [False, True, False]:
-        return
+        return None
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, more, groups = (arguments[name] for name in names)
-    for user in list(node.users):
+    found: dict[fx.Node, fx.Node] = {}
+    for user in node.users:
         match user.args[1]:
             case 0:
                 made = writer.call(
@@ -41,7 +42,8 @@ def split_backward(node: fx.Node, writer: GraphWriter) -> None:
             case _:
                 dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
                 made = writer.call(aten.sum.dim_IntList, gradient, dims)
-        user.replace_all_uses_with(made, propagate_meta=False)
+        found[user] = made
+    return found
 
 
 def _has_a_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:

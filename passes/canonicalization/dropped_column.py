@@ -3,7 +3,7 @@
 Scores with a column of their own beside the keys have no rows and keys alone. But a softmax over two parts is the softmax of
 each part, times that part's share of the sum, and the shares are themselves a softmax of two numbers:
 
-    softmax(cat([s, k]))[..., :-1]   ->   softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
+    softmax(cat([s, k]))[..., :-1] = softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
 
 Where no key is seen, s is minus infinity throughout and w is zero: then the result is zero, as it is with the column, and not
 softmax(s) times zero, which is no number. The backward half is rewritten along with it: with p = softmax(s) * w and its gradient
@@ -20,6 +20,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 
 aten = torch.ops.aten
 
@@ -46,12 +47,11 @@ class Column:
         return (end, end + 1) if self.first == 0 else (0, 1)
 
 
-def drop_columns(graph: fx.Graph) -> None:
-    """Rewrite each softmax of a graph whose last or first column is not used."""
-    for node in graph.find_nodes(op="call_function", target=aten._softmax.default):
-        found = _column_of(node)
-        if found is not None and _fits(found):
-            _rewrite(found, GraphWriter(graph))
+@equation(aten._softmax.default)
+def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
+    found = _column_of(node)
+    return _without_column(found, writer) if found is not None and _fits(found) else None
 
 
 def _column_of(softmax: fx.Node) -> Column | None:
@@ -108,20 +108,19 @@ def _is_backward(node: fx.Node, found: Column) -> bool:
     return fits and all(any(_is_part(user, found, part) for part in parts) for user in node.users)
 
 
-def _rewrite(found: Column, graph: GraphWriter) -> None:
+def _without_column(found: Column, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     softmax, dim = found.softmax, found.dim
     dtype = softmax.meta["val"].dtype
-    writer = graph.before(softmax)
     scores, column = (_as(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
     share, rest = _shares(writer, scores, column, dim)
     kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
     result = _as(writer, kept, dtype)
-    for user in list(softmax.users):
-        if user.target is aten.slice.Tensor:
-            user.replace_all_uses_with(result)
-        else:
-            _rewrite_backward(found, user, graph.before(user), kept, rest)
+    equals = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
+    for user in softmax.users:
+        if user not in equals:
+            equals |= _gradients(found, user, writer.before(user), kept, rest)
+    return equals
 
 
 def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
@@ -138,7 +137,7 @@ def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> 
     return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
 
 
-def _rewrite_backward(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> None:
+def _gradients(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> dict[fx.Node, fx.Node]:
     gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
     dtype = backward.meta["val"].dtype
     gradient = _as(writer, gradient, kept.meta["val"].dtype)
@@ -146,8 +145,7 @@ def _rewrite_backward(found: Column, backward: fx.Node, writer: GraphWriter, kep
     of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
     of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
     results = {found.is_scores: _as(writer, of_scores, dtype), found.is_column: _as(writer, of_column, dtype)}
-    for user in list(backward.users):
-        user.replace_all_uses_with(results[_bounds(user, found)])  # type: ignore[index]
+    return {user: results[_bounds(user, found)] for user in backward.users}  # type: ignore[index]
 
 
 def _as(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -1,8 +1,5 @@
 """`flex_attention` written out in plain operators, so that all that is known of masks and scores holds for it.
 
-    flex(q, k, v, score, mask)   ->   attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    where score = s + bias
-                                      softmax(where(mask, score(q @ k), -inf)) @ v               for any other
-
 Which blocks a block mask names is an index into what its mask function says, and of no further use here.
 """
 
@@ -10,8 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +18,7 @@ from torch import fx
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.sizes import size_of
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.canonicalization.score_functions import CannotWriteOut, Lifted, summed, written_out
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
@@ -29,14 +27,15 @@ aten = torch.ops.aten
 LN_2 = math.log(2)
 
 
-def write_out_flex(graph: fx.Graph) -> None:
-    """Write out every call whose functions allow it, with its backward, in place; other calls stay."""
-    for node in list(graph.nodes):
-        if node.target is FLEX_ATTENTION:
-            try:
-                _Call(graph, node).write_out()
-            except CannotWriteOut:
-                continue
+@equation(FLEX_ATTENTION)
+def flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """flex(q, k, v, score, mask) -> attention(q, k, v, where(mask(b, h, m, n), bias, -inf))    where score = s + bias
+    softmax(where(mask, score(q @ k), -inf)) @ v               for any other
+    """
+    try:
+        return _Call(node, writer).written_out()
+    except CannotWriteOut:
+        return None
 
 
 def _backward_of(node: fx.Node) -> fx.Node | None:
@@ -56,12 +55,10 @@ def _backward_of(node: fx.Node) -> fx.Node | None:
 
 @dataclass
 class _Call:
-    graph: fx.Graph
     node: fx.Node
-    writer: GraphWriter = field(init=False)
+    writer: GraphWriter
 
     def __post_init__(self) -> None:
-        self.writer = GraphWriter(self.graph)
         arguments: Any = self.node.args
         self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
         self.mask: fx.Node = blocks[-1]
@@ -69,23 +66,17 @@ class _Call:
         given: Any = (None,) * 9 if self.backward is None else self.backward.args
         self.of_result, self.of_lse, self.joint = given[5], given[6], given[8]
 
-    def write_out(self) -> None:
-        """Both halves, or neither: nothing is replaced before all is written."""
+    def written_out(self) -> dict[fx.Node, fx.Node]:
+        """Both halves."""
         if self.query.meta["val"].shape[0] != self.key.meta["val"].shape[0]:
             raise CannotWriteOut("one batch of keys for all queries")
-        self.writer.before(self.node)
         self.visible = self.applied(self.mask, [*self.grid, *self.mask_values])
         form = _Fused(self) if self.is_fused() else _Spelled(self)
-        results = form.forward()
-        gradients = None
+        found = dict(self.results(self.node, form.forward()))
         if self.backward is not None:
             self.writer.before(self.backward)
-            gradients = form.backward()
-        self.replace(self.node, results)
-        if self.backward is not None and gradients is not None:
-            self.replace(self.backward, gradients)
-            self.graph.erase_node(self.backward)
-        self.erase(self.node)
+            found |= self.results(self.backward, form.backward())
+        return found
 
     # -- pieces of both forms
 
@@ -104,7 +95,7 @@ class _Call:
         """A size as an argument: a number, or the node that holds it."""
         if isinstance(size, int):
             return size
-        for node in self.graph.find_nodes(op="placeholder"):
+        for node in self.node.graph.find_nodes(op="placeholder"):
             if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == size_of(size):
                 return node
         raise CannotWriteOut("a size that is no input")
@@ -149,28 +140,22 @@ class _Call:
         added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
         return "sum" if added.count(score) == 1 and result.args.count(score) == 1 else "other"
 
-    # -- replacing
+    # -- what each result equals
 
-    def replace(self, node: fx.Node, results: Sequence[Any]) -> None:
-        for user in list(node.users):
+    def results(self, node: fx.Node, made: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        for user in node.users:
             position: Any = user.args[1]
-            made = results[position]
-            if isinstance(made, tuple):
-                self.replace(user, made)
-            elif made is None and user.users:
+            if user.target is not operator.getitem or (made[position] is None and user.users):
                 raise CannotWriteOut(f"result {position}")
-            elif made is not None:
-                user.replace_all_uses_with(self._as_promised(made, user), propagate_meta=False)
-            self.graph.erase_node(user)
+            if isinstance(made[position], tuple):
+                yield from self.results(user, made[position])
+            elif made[position] is not None:
+                yield user, self._as_promised(made[position], user)
 
     def _as_promised(self, made: Any, user: fx.Node) -> Any:
         """In the type that tracing found: of the log-sum-exp torch promises float32, whatever it computes in."""
         dtype = user.meta["val"].dtype
-        same = made.meta["val"].dtype == dtype
-        return made if same else self.writer.before(user).call(aten._to_copy.default, made, dtype=dtype)
-
-    def erase(self, node: fx.Node) -> None:
-        self.graph.erase_node(node)
+        return made if made.meta["val"].dtype == dtype else self.writer.call(aten._to_copy.default, made, dtype=dtype)
 
 
 def _is_copy(node: fx.Node) -> bool:

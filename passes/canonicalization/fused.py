@@ -1,8 +1,5 @@
 """Every device's fused attention as one operator.
 
-    flash(q, k, v, 0.0, True) -> out, lse, seeds ...         ->   attention(q, k, v, is_causal=True) -> out, lse
-    flash_backward(g, q, k, v, out, lse, seeds ..., True)    ->   attention_backward(g, q, k, v, out, lse, is_causal=True)
-
 Both halves change together, or neither: the log-sum-exp of one kernel is no use to the backward of another.
 """
 
@@ -15,6 +12,8 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, int_argument, shape_of_node
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation, results_of_another
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 
 aten = torch.ops.aten
@@ -29,15 +28,20 @@ NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_
 GRADIENTS = (0, 1, 2)
 
 
-def unify_attention(graph: fx.Graph) -> None:
-    """Write fused attention without dropout, and with no gradient of its bias, as `streamfx::attention`, in place."""
-    for node in list(graph.nodes):
-        if node.target in BACKWARD_OF and node.meta["val"][0].device.type in KERNELS:
-            backwards = _backwards(node)
-            if backwards is not None:
-                _rewrite(node, ATTENTION)
-                for other in backwards:
-                    _rewrite(other, ATTENTION_BACKWARD)
+@equation(*BACKWARD_OF)
+def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """flash(q, k, v, 0.0, True) -> out, lse, seeds ...        ->   attention(q, k, v, is_causal=True) -> out, lse
+    flash_backward(d, q, k, v, out, lse, seeds ..., True)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
+
+    Without dropout, and with no gradient of its bias.
+    """
+    backwards = _backwards(node) if node.meta["val"][0].device.type in KERNELS else None
+    if backwards is None:
+        return None
+    found = _called(node, ATTENTION, writer)
+    for other in backwards:
+        found |= _called(other, ATTENTION_BACKWARD, writer.before(other))
+    return found
 
 
 def _backwards(node: fx.Node) -> list[fx.Node] | None:
@@ -79,21 +83,12 @@ def _parts(node: fx.Node) -> dict[int, list[fx.Node]] | None:
     return parts
 
 
-def _rewrite(node: fx.Node, target: Any) -> None:
-    """Call `target` instead; the node keeps its name, so that reports find it."""
+def _called(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """The results of `target` for those of a device's own operator."""
     given = _arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}
-    node.target = target
-    node.args = tuple(given[name] for name in names if name not in optional)
     others = {name: given[name] for name in names if name in optional and name in given}
-    node.kwargs = {name: value for name, value in others.items() if value is not None and value is not False}  # 0.0 is a scale
-    fakes = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = target(*fakes[0], **fakes[1])
-    for part in list(node.users):
-        position = int_argument(part, 1)
-        if position < len(node.meta["val"]):
-            part.meta["val"] = node.meta["val"][position]
-        elif not part.users:
-            node.graph.erase_node(part)
+    used = {name: value for name, value in others.items() if value is not None and value is not False}  # 0.0 is a scale
+    made = writer.call(target, *(given[name] for name in names if name not in optional), **used)
+    return results_of_another(node, made, writer)

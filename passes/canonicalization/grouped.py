@@ -2,9 +2,6 @@
 
 Models repeat each key head for the queries that share it before they call a fused kernel that would have done so itself. The
 kernel gets the heads as they are, and the sum over the repeats in the backward half goes away with them.
-
-    attention(q, view(expand(unsqueeze(k, 2))))   ->   attention(q, k)
-    sum(view(dk, [b g r n d]), 2)                 ->   dk
 """
 
 from __future__ import annotations
@@ -17,6 +14,8 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.sizes import Size
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation, results_of_another
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
@@ -24,24 +23,26 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def undo_group_expansion(graph: fx.Graph) -> None:
-    """Give attention its own key heads wherever forward and backward can both do without the repeats."""
-    backward_of: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=ATTENTION_BACKWARD):
-        backward_of.setdefault(tuple(node.args[1:4]), []).append(node)  # type: ignore[arg-type]
-    for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        query, key, value = node.args[:3]
-        own_key, own_value = unexpanded(key), unexpanded(value)
-        if own_key is None or own_value is None or shape_of_node(own_key)[1] != shape_of_node(own_value)[1]:
-            continue
-        backwards = backward_of.get((query, key, value), [])  # type: ignore[arg-type]
-        repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
-        sums = [_sums_over_repeats(other, *repeated) for other in backwards]
-        if any(found is None for found in sums):
-            continue
-        node.args = (query, own_key, own_value, *node.args[3:])
-        for other, found in zip(backwards, sums, strict=True):
-            _feed_own_heads(other, own_key, own_value, found or {})
+@equation(ATTENTION)
+def heads_repeated_for_groups(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """attention(q, view(expand(unsqueeze(k, 2)))) -> attention(q, k)
+    sum(view(dk, [b g r n d]), 2)               -> dk
+
+    Where forward and backward can both do without the repeats.
+    """
+    query, key, value = (node_argument(node, i) for i in range(3))
+    own = unexpanded(key), unexpanded(value)
+    if own[0] is None or own[1] is None or shape_of_node(own[0])[1] != shape_of_node(own[1])[1]:
+        return None
+    repeated = tuple(shape_of_node(behind_views(heads)) for heads in (key, value))
+    backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
+    sums = [_sums_over_repeats(other, *repeated) for other in backwards]
+    if any(found is None for found in sums):
+        return None
+    found = results_of_another(node, writer.call(ATTENTION, query, *own, *node.args[3:], **node.kwargs), writer)
+    for other, totals in zip(backwards, sums, strict=True):
+        found |= _gradients_of_own_heads(other, own, totals or {}, writer.before(other))
+    return found
 
 
 def unexpanded(node: Any) -> fx.Node | None:
@@ -106,13 +107,10 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
     return users[0] if squeezed and len(users) == 1 else None
 
 
-def _feed_own_heads(node: fx.Node, key: fx.Node, value: fx.Node, sums: dict[int, list[fx.Node]]) -> None:
-    node.args = (*node.args[:2], key, value, *node.args[4:])
-    fakes = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = node.target(*fakes[0], **fakes[1])  # type: ignore[operator]
-    for part in node.users:
-        position = int_argument(part, 1)
-        part.meta["val"] = node.meta["val"][position]
-        for total in sums.get(position, ()):
-            total.replace_all_uses_with(part, propagate_meta=False)
+def _gradients_of_own_heads(
+    node: fx.Node, own: tuple[Any, Any], sums: dict[int, list[fx.Node]], writer: GraphWriter
+) -> dict[fx.Node, fx.Node]:
+    made = writer.call(ATTENTION_BACKWARD, *node.args[:2], *own, *node.args[4:], **node.kwargs)
+    of_query, of_key, of_value = (writer.call(operator.getitem, made, i) for i in range(3))
+    found = {part: of_query for part in node.users if int_argument(part, 1) == 0}
+    return found | {total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in sums.get(i, ())}

@@ -1,7 +1,4 @@
-"""One element of each row of a matrix, or one token of each sequence: taken by comparing positions.
-
-    x[arange(b), last]        ->    where(arange(t) == last[:, None], x, 0).sum(1)      heads on the last token, by its number
-    index_put(zeros, ...)     ->    where(arange(t) == last[:, None], gradient[:, None], 0)
+"""One element of each row of a matrix, or one token of each sequence (heads on the last token): taken by comparing positions.
 
 A look-up by number needs all rows at once; this sum takes what a chunk of them has. It makes 0 of -0, so that the sign is looked
 up, too. Numbers that are out of range give NaN.
@@ -16,14 +13,16 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.canonicalization.row_numbers import repeats
 from streamfx.passes.operators.fillers import is_zero
 
 aten = torch.ops.aten
 
 
+@equation(aten.index.Tensor)
 def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`index` by (0, 1, 2 ..., a number for each)."""
+    """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)"""
     arguments = bound_arguments(node)
     source, numbers = arguments["self"], _numbers(arguments)
     if numbers is None:
@@ -41,8 +40,12 @@ def _sum_of_hits(hit: fx.Node, values: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [1])
 
 
+@equation(aten.index_put.default)
 def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`index_put` of values into zeros, the gradient of the look-up."""
+    """index_put(zeros, [arange(b), last], d) -> where(arange(t) == last[:, None], d[:, None], 0)
+
+    The gradient of the look-up.
+    """
     arguments = bound_arguments(node)
     target, values, numbers = arguments["self"], arguments["values"], _numbers(arguments)
     if numbers is None or not is_zero(target) or shape_of_node(values) != shape_of_node(node)[:1] + shape_of_node(node)[2:]:

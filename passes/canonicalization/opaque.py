@@ -1,7 +1,6 @@
 """What operators that no rule looks into have to be given, noted before anything is rewritten: the memory that they read.
 
 as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it reads is x's memory
-getitem(getitem(cond, 1), 0)       ->   part_of(cond, 1, 0)         a result within a result
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
 from streamfx.ir.sizes import Size, size_of
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
@@ -95,16 +95,13 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def number_parts(graph: fx.Graph) -> None:
-    """Take results within results, and those that have names, out of their operator at once."""
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        path: list[Any] = []
-        inner: Any = node
-        while inner.target is operator.getitem:
-            path.insert(0, inner.args[1])
-            inner = inner.args[0]
-        if len(path) > 1 or not isinstance(path[0], int):
-            with graph.inserting_before(node):
-                made = graph.call_function(part_of, (inner, *path))
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made, propagate_meta=False)
+@equation(operator.getitem)
+def result_within_a_result(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """getitem(getitem(cond, 1), 0) -> part_of(cond, 1, 0)
+
+    So are those that have names.
+    """
+    path, inner = list[Any](), node
+    while inner.target is operator.getitem:
+        path, inner = [inner.args[1], *path], node_argument(inner)
+    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(part_of, inner, *path)

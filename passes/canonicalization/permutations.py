@@ -25,6 +25,7 @@ from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.driver import replace
 from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, row_index
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for
@@ -93,8 +94,9 @@ def undo_orders(graph: fx.Graph, special: Mapping[str, Special]) -> None:
     for node in orders.reordered.keys() & alive:
         lasting = next((user.name for user in node.users if user in alive and user not in orders.reordered), "another")
         node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {lasting}"
+    made = {*orders.writer.made}
     for node, found in restored.items():
-        node.replace_all_uses_with(found.twin, propagate_meta=False)
+        replace(node, found.twin, is_new=found.twin in made)
 
 
 def _without_lasting_orders(orders: Orders) -> dict[fx.Node, Reordered]:

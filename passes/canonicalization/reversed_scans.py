@@ -1,27 +1,22 @@
-"""Prefix reductions that run from the last row to the first, as the gradient of a running sum does.
-
-flip(cumsum(flip(x)))  ->  reverse_cumsum(x)
-"""
+"""Prefix reductions that run from the last row to the first, as the gradient of a running sum does."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.rules.scans import FORWARD
 
 aten = torch.ops.aten
 
 
+@equation(aten.flip.default)
 def reversed_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`node` flips something: back, if it was flipped before; or a scan of what was flipped before it."""
-    scanned = node.args[0]
-    if not isinstance(scanned, fx.Node):
-        return None
-    if scanned.target is aten.flip.default and scanned.args[1] == node.args[1]:
-        return scanned.args[0]  # type: ignore[return-value]
+    """flip(cumsum(flip(x))) -> reverse_cumsum(x)"""
+    scanned = node_argument(node)
     if scanned.target not in FORWARD:
         return None
     flipped, rank = scanned.args[0], len(shape_of_node(node))

@@ -1,7 +1,5 @@
 """Looking up rows, and adding to them, by a vector of numbers.
 
-gather(x, 0, expand(i, [s d])) -> x[i]          scatter_add(x, 0, expand(i, [s d]), y) -> index_add(x, 0, i, y)
-
 By numbers that count up it is no look-up at all: each row once, or each row k times over.
 
 x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
@@ -19,6 +17,7 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_o
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.values.transfer import longest
 
@@ -70,8 +69,12 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)  # small integers would become int64
 
 
-def rows_of_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`gather` and `scatter_add` along the first dimension whose index is a vector, repeated for all columns."""
+@equation(aten.gather.default, aten.scatter_add.default)
+def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gather(x, 0, expand(i)) -> x[i],  scatter_add(x, 0, expand(i), y) -> index_add(x, 0, i, y)
+
+    Where the index is a vector, repeated for all columns.
+    """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
     index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
     if index is None or shape_of_node(arguments["self"])[1:] != width:

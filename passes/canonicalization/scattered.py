@@ -1,8 +1,4 @@
-"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number.
-
-masked_scatter(x, mask, source)    ->   where(mask, source[cumsum(mask) - 1], x)
-its gradient, for the source       ->   source's zeros, with the rows of the mask added at cumsum(mask) - 1
-"""
+"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number."""
 
 from __future__ import annotations
 
@@ -13,12 +9,17 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 
 aten = torch.ops.aten
 
 
-def rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """For masks that take all of a row or nothing, over fixed sizes; the source has a row to look up where none is asked for."""
+@equation(aten.masked_scatter.default)
+def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
+
+    For masks that take all of a row or nothing, over fixed sizes; the source has a row to look up where none is asked for.
+    """
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
     rows = _mask_of_rows(mask)
@@ -31,7 +32,9 @@ def rows_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [numbers]), node_argument(node))
 
 
-def rows_added_by_number(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@equation(aten.masked_scatter_backward.default)
+def gradient_of_rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """gradient for the source -> zeros, with the rows of the mask added at cumsum(mask) - 1"""
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     rows, own = _mask_of_rows(mask), node.meta["val"]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0

@@ -1,7 +1,4 @@
-"""Windows of rows, taken apart: each place of a window is a slice.
-
-unfold(x, dim, 3, 1)  ->  stack([x[0 : n - 2], x[1 : n - 1], x[2 : n]])
-"""
+"""Windows of rows, taken apart: each place of a window is a slice."""
 
 from __future__ import annotations
 
@@ -10,13 +7,15 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, node_argument
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 
 aten = torch.ops.aten
 WIDEST = 16  # places of a window that are worth an operator each
 
 
+@equation(aten.unfold.default)
 def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """`unfold` of rows one step apart, with a place's rows together: [.. n ..] to [.. n - size + 1 .. size]."""
+    """unfold(x, dim, 3, 1) -> stack([x[0 : n - 2], x[1 : n - 1], x[2 : n]])"""
     arguments, value = bound_arguments(node), node.args[0].meta["val"]  # type: ignore[union-attr]
     dim, size = arguments["dimension"] % max(value.dim(), 1), arguments["size"]
     length = value.shape[dim] if value.dim() else 1
@@ -27,8 +26,9 @@ def windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.stack.default, rows, value.dim())
 
 
-def windows_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """The sum of all places' gradients, each at its rows."""
+@equation(aten.unfold_backward.default)
+def gradient_of_windows(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """unfold_backward(d) -> the sum of all places' gradients, each at its rows"""
     arguments = bound_arguments(node)
     sizes, dim, size = arguments["input_sizes"], arguments["dim"] % max(len(arguments["input_sizes"]), 1), arguments["size"]
     if arguments["step"] != 1 or not isinstance(sizes[dim], int) or not 1 < size <= min(WIDEST, sizes[dim]):

@@ -144,6 +144,12 @@ def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+def is_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values are of one type, on one device."""
+    one, another = node.meta["val"], other.meta["val"]
+    return bool(one.dtype == another.dtype and one.device == another.device)
+
+
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """The node's results as FakeTensors; None for results that are no tensors."""
     value = node.meta.get("val")

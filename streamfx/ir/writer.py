@@ -18,6 +18,7 @@ class GraphWriter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        self.made: list[fx.Node] = []
         self._mode: Any = None
         self._point: fx.Node | None = None
 
@@ -29,6 +30,7 @@ class GraphWriter:
         assert self._point is not None
         with self.graph.inserting_before(self._point):
             made = self.graph.call_function(target, args, kwargs)
+        self.made.append(made)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
         with torch.no_grad(), self._fake_mode():
             made.meta["val"] = target(*fake_args, **fake_kwargs)

@@ -22,7 +22,7 @@ from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.analysis.axes import axes_of
 from streamfx.passes.analysis.members import members_of
-from streamfx.passes.canonicalization.canonicalize import _number_random_operators
+from streamfx.passes.canonicalization.canonicalize import number_random_operators
 from streamfx.runtime.outer import OuterRunner
 
 
@@ -83,7 +83,7 @@ def traced(call: Call) -> Traced:
     else:
         node.meta["val"] = made
     graph.output(tuple(outputs))
-    _number_random_operators(graph)
+    number_random_operators(graph)
     joint = joint_graph(graph, len(inputs), len(outputs))
     axes = replace(axes_of(joint), static=frozenset())  # else values that follow from integers run whole
     return Traced(Facts(joint, axes=axes), node, tuple(inputs), results)

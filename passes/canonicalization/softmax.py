@@ -1,9 +1,6 @@
-"""Equations of softmax, each a simplification of one operator; used by `canonicalize`.
+"""Equations of softmax and the largest score, which a softmax subtracts itself.
 
-softmax(x - max(x)) -> softmax(x)
-d + (minus the sum of d, put where x is largest) -> d          for d the gradient of a softmax's scores
-
-The second is what autograd makes of the first one's largest score: probabilities add up to one whatever the scores are, so
+The second one is what autograd makes of the first one's largest score: probabilities add up to one whatever the scores are, so
 that the gradients of the scores of one softmax add up to nothing. Both hold to rounding. Where a row's scores are minus infinity
 throughout, or one of them is no number or infinite, both sides are no numbers.
 """
@@ -18,13 +15,15 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.fillers import is_zero
 
 aten = torch.ops.aten
 
 
-def _softmax_of_shifted(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """A softmax subtracts the largest score itself."""
+@equation(aten._softmax.default)
+def softmax_of_shifted_scores(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """softmax(x - max(x)) -> softmax(x)"""
     given = bound_arguments(node)
     shifted, dim = given["self"], given["dim"]
     if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
@@ -47,8 +46,9 @@ def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
     return bool(rank and arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]
 
 
-def _gradient_of_largest(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """A gradient of scores, and a share of what they add up to, which is nothing."""
+@equation(aten.add.Tensor)
+def gradient_of_the_largest_score(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """d + (minus the sum of d, put where x is largest) -> d, for d the gradient of the scores of softmax(x)"""
     left, right, scale = bound_arguments(node).values()
     if scale != 1 or not is_tensor(left) or not is_tensor(right):
         return None
@@ -120,9 +120,3 @@ def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])
     return any(one is scores and is_tensor(other) and _is_largest(other, scores, dim) for one, other in pairs)
-
-
-IDENTITIES = {
-    aten._softmax.default: _softmax_of_shifted,
-    aten.add.Tensor: _gradient_of_largest,
-}

@@ -1,0 +1,121 @@
+"""The driver of equations: a graph in its simplest form by a table of them.
+
+Each operator is tried against the rows for it, equal operators become one, and those that nobody uses go; all that again until a
+sweep changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.equation import Equals, Equation
+from streamfx.passes.operators.opaque import may_be_merged
+from streamfx.passes.operators.traits import is_random
+
+aten = torch.ops.aten
+MAKES_AXES = frozenset(
+    {
+        aten.expand.default,
+        aten.repeat.default,
+        aten.slice.Tensor,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+        aten.constant_pad_nd.default,
+        aten.cat.default,
+        aten.stack.default,
+    }
+)
+
+
+def simplify(graph: fx.Graph, table: Iterable[Equation]) -> None:
+    """Apply a table's rows to a graph, in place; its inputs and outputs stay what they are."""
+    rows: dict[Any, list[Equation]] = defaultdict(list)
+    for row in table:
+        for target in row.targets:
+            rows[target].append(row)
+    drop_unused(graph)
+    while _sweep(graph, rows):
+        drop_unused(graph)
+
+
+def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]]) -> bool:
+    writer, known, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.users:
+            is_changed |= any(_applied(row, node, writer) for row in rows.get(node.target, ())) or _merged(node, known)
+    return is_changed
+
+
+def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
+    before = len(writer.made)
+    equals = row.rewrite(node, writer.before(node))
+    made = {*writer.made[before:]}
+    changes = [replace(old, new, is_new=new in made) for old, new in _pairs(node, equals).items()]
+    return any(changes)
+
+
+def _pairs(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:
+    if equals is None:
+        return {}
+    return {node: equals} if isinstance(equals, fx.Node) else equals
+
+
+def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
+    """Let `equal` be used in place of a node; whether anything changed.
+
+    A result is only replaced by a new node: the caller may count on two results being two tensors.
+    """
+    keeps_result = is_tensor(node) and not is_new
+    return bool(
+        node.replace_all_uses_with(
+            equal, delete_user_cb=lambda user: not (keeps_result and user.op == "output"), propagate_meta=False
+        )
+    )
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
+    """Let an equal operator before this one be used in its place."""
+    if is_random(node) or makes_axes(node) or not may_be_merged(node):
+        return False
+    first = known.setdefault(_key(node), node)
+    return first is not node and replace(node, first, is_new=False)
+
+
+def makes_axes(node: fx.Node) -> bool:
+    """Whether a result has dimensions that no operand has: `arange(n)` for the batch and for the sequence may look alike where
+    both have n rows, but making one of them would make their axes one.
+    """
+    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for operators that compute the same; unique where that cannot be told."""
+
+    def frozen(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return tuple(frozen(part) for part in item)
+        if isinstance(item, dict):
+            return tuple(sorted((key, frozen(value)) for key, value in item.items()))
+        sign = math.copysign(1.0, item) if isinstance(item, float) else None
+        return (type(item), item, sign)  # 1 and 1.0 and True are different arguments, and so are 0.0 and -0.0
+
+    key = (node.target, frozen(node.args), frozen(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return id(node)
+    return key

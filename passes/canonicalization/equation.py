@@ -1,0 +1,48 @@
+"""A row of canonicalization: an equation between graphs, and where it may hold.
+
+What stands on the left is found from one operator of it, and proven by looking at the operators around that one. What stands on
+the right computes the same, to rounding where its docstring says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from streamfx.ir.writer import GraphWriter
+
+Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
+
+
+@dataclass(frozen=True)
+class Equation:
+    """`rewrite` gets an operator among `targets`, and a writer that stands before it.
+
+    It gives what the operator equals, or what each of several values equals where they change together; None where the equation
+    does not hold, or says nothing new. It replaces nothing itself.
+    """
+
+    name: str
+    targets: tuple[Any, ...]
+    rewrite: Callable[[fx.Node, GraphWriter], Equals]
+
+    @property
+    def text(self) -> str:
+        """The equation in words: before -> after."""
+        return inspect.getdoc(self.rewrite) or ""
+
+
+def results_of_another(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """For each result of an operator that is taken out of it: the same result of another one."""
+    count = len(other.meta["val"])
+    return {part: writer.call(operator.getitem, other, part.args[1]) for part in node.users if part.args[1] < count}  # type: ignore[operator]
+
+
+def equation(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Equals]], Equation]:
+    """Make a row of a function, to be tried on each operator among `targets`."""
+    return lambda rewrite: Equation(rewrite.__name__.replace("_", " "), targets, rewrite)
