@@ -1,0 +1,141 @@
+"""Each row of canonicalization as text: a graph before and after it alone, and one that is close and stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from streamfx.ir.joint import is_tensor
+from streamfx.passes.canonicalization.canonicalize import TABLE
+from streamfx.passes.canonicalization.driver import simplify
+from streamfx.passes.canonicalization.equation import Equation
+from streamfx.report.listing import call_text, dtype_text, shape_text
+from tests import test_canonical, test_canonical_equations
+from tests.support.canonical import Case, graphs, plain
+
+aten = torch.ops.aten
+CASES = test_canonical.CASES | test_canonical_equations.CASES
+ROWS = {row.name: row for row in TABLE}
+
+
+def heads(summed: Callable[[Tensor], Tensor]) -> Case:
+    return Case(test_canonical_equations.grouped(summed), test_canonical_equations.HEADS)
+
+
+def fused(dropout: float) -> Case:
+    return Case(lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, dropout, True)[0], (plain(2, 3, 5, 4),))
+
+
+SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
+    "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
+    "copied over": (CASES["copied over"], CASES["copied over another type"]),
+    "view of the same shape": (CASES["view"], CASES["another view"]),
+    "transposed twice": (CASES["turned twice"], Case(lambda x: aten.t(aten.transpose(x, 0, 1)), (plain(4, 3),))),
+    "flipped twice": (CASES["flipped twice"], CASES["flipped twice, otherwise"]),
+    "slice without padding": (
+        Case(lambda x: aten.slice(aten.constant_pad_nd(x, [0, 5]), 1, 0, 3), (plain(4, 3),)),
+        CASES["padded in front"],
+    ),
+    "slice of everything": (CASES["sliced"], CASES["every other"]),
+    "padding by nothing": (CASES["padded by nothing"], CASES["moved by padding"]),
+    "constant like another": (
+        Case(lambda x: x.new_full((2,), 0.5), (plain(4),)),
+        Case(lambda x: torch.full_like(x, 0.5), (plain(4),)),
+    ),
+    "filled": (CASES["filled"], Case(lambda x: aten.fill(x, x[0]), (plain(4),))),
+    "join with nothing": (CASES["with nothing"], CASES["with nothing of a wider type"]),
+    "join with constants": (CASES["fills 0.0 0.0 True"], CASES["fills of two signs"]),
+    "token shift": (CASES["a row in front"], CASES["two rows"]),
+    "rows written into a constant": (CASES["written 0.0 1 3"], CASES["written over rows"]),
+    "rows of a matrix": (CASES["gathered rows"], CASES["gathered elements"]),
+    "one of each": (CASES["one of each"], CASES["one of each by other rows"]),
+    "put into each": (
+        CASES["put"],
+        Case(lambda x, i: aten.index_put(torch.ones_like(x), [i, i], x[:, 0]), (plain(3, 3), torch.tensor([1, 2, 0]))),
+    ),
+    "rows put by a mask": (CASES["scattered before"], CASES["scattered of elements"]),
+    "gradient of rows put by a mask": (CASES["added back before"], CASES["added back of elements"]),
+    "windows": (CASES["unfolded"], CASES["unfolded in steps"]),
+    "gradient of windows": (
+        CASES["windows"],
+        Case(lambda x: aten.unfold_backward(x, [4, 3], 0, 2, 2), (plain(2, 3, 2),)),
+    ),
+    "reversed scan": (CASES["cumsum from behind"], CASES["half turned"]),
+    "gradients of a convolution": (CASES["causal"], CASES["in steps"]),
+    "mean loss": (
+        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 1, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
+        Case(lambda x, y: aten.nll_loss_forward(x, y, None, 2, -100)[0], (plain(5, 6), test_canonical_equations.LABELS)),
+    ),
+    "mean loss gradient": (
+        Case(
+            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 1, -100, n),
+            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
+        ),
+        Case(
+            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
+            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
+        ),
+    ),
+    "total weight of a sum": (
+        Case(
+            lambda d, x, y, n: aten.nll_loss_backward(d, x, y, None, 2, -100, n),
+            (plain(), plain(5, 6), test_canonical_equations.LABELS, plain()),
+        ),
+        Case(
+            lambda d, x, y: aten.nll_loss_backward(d, x, y, None, 2, -100, torch.full((), 2.0, dtype=x.dtype)),
+            (plain(), plain(5, 6), test_canonical_equations.LABELS),
+        ),
+    ),
+    "softmax of shifted scores": (CASES["less the largest"], CASES["less the least"]),
+    "gradient of the largest score": (CASES["at the largest"], CASES["of no softmax"]),
+    "softmax without a column": (
+        Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-1], (plain(2, 5), plain(2, 1))),
+        Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2], (plain(2, 5), plain(2, 1))),
+    ),
+    "attention of a device": (fused(0.0), fused(0.1)),
+    "heads repeated for groups": (
+        heads(test_canonical_equations.GROUPS["groups"][0]),
+        heads(test_canonical_equations.GROUPS["other groups"][0]),
+    ),
+}
+OTHERWISE = {"flex attention", "result within a result"}  # calls of functions: test_flex, test_whole
+
+
+def listing(graph: fx.Graph) -> str:
+    return "\n".join(
+        f"    {node.name} = {call_text(node)}"
+        + (f"  # {dtype_text(node.meta['val'].dtype)}{shape_text(node.meta['val'])}" if is_tensor(node) else "")
+        for node in graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def prepared(case: Case, row: Equation) -> fx.Graph:
+    """A traced graph, simplified by all other rows."""
+    before, _ = graphs(case)
+    graph = copy.deepcopy(before.graph)
+    graph.output_node().args = (tuple(graph.output_node().args[0]),)  # type: ignore[arg-type]
+    simplify(graph, [other for other in TABLE if other is not row])
+    return graph
+
+
+def test_every_row_is_seen() -> None:
+    assert SEEN.keys() | OTHERWISE == ROWS.keys()
+    assert all(" -> " in row.text for row in TABLE)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_equation(name: str, golden: Callable[[str], None]) -> None:
+    row = ROWS[name]
+    graph, other = (prepared(case, row) for case in SEEN[name])
+    before, beside = listing(graph), listing(other)
+    simplify(graph, [row])
+    simplify(other, [row])
+    after = listing(graph)
+    assert after != before
+    assert listing(other) == beside
+    golden(f"{row.text}\n\nbefore\n{before}\nafter\n{after}\nstays as it is\n{beside}\n")
