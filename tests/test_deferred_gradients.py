@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from streamfx.lazy import deferred, steps
 from tests.support.deferred import IDS, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
-from tests.support.heads import decoder, some_ids
+from tests.support.heads import Decoder, decoder, some_ids
 
 
 class Exponential(torch.autograd.Function):
@@ -117,6 +118,25 @@ def test_as_argument_of_another_compiled_function(compiled: Compiled, backend: s
         return loss.detach(), *(other * 1 for other in others)
 
     assert_behaves(compiled, use)
+
+
+def biased_head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
+    return F.linear(x, model.weight, model.bias)
+
+
+@pytest.mark.parametrize("rows", [lambda x: x[:, -1], lambda x: x, lambda x: x.split(4, 1)[1]], ids=["last", "all", "split"])
+def test_where_nothing_is_made_in_chunks(rows: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after many graphs in one process, or where a gradient does not stream: autograd is given plain tensors all the same."""
+    monkeypatch.setattr(steps, "LEAST", 8)
+    monkeypatch.setattr(deferred, "gradients_in_chunks", lambda source, gradient: None)
+    results = []
+    for lazily in (True, False):
+        model = decoder(biased_head)
+        function = torch.compile(model, backend="streambp", options=OPTIONS) if lazily else model
+        loss = rows(function(some_ids())).logsumexp(-1).sum()
+        loss.backward()
+        results.append([loss.detach(), gradients(model)])
+    assert_same(results[0], results[1])
 
 
 def test_across_a_graph_break() -> None:

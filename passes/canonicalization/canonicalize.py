@@ -79,14 +79,14 @@ class Canonicalize:
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
         opaque.note_layouts(joint.graph)
-        canonicalize(joint.graph)
+        canonicalize(joint.graph, len(joint.outputs))
         number_random_operators(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
-def canonicalize(graph: fx.Graph) -> None:
-    """Simplify a graph in place; its inputs and outputs stay what they are."""
-    simplify(graph, TABLE)
+def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
+    """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
+    simplify(graph, TABLE, results)
     undo_orders(graph, PRODUCTS)
     drop_unused(graph)
 

@@ -17,6 +17,7 @@ from torch import fx
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import Equals, Equation
+from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.opaque import may_be_merged
 from streamfx.passes.operators.traits import is_random
 
@@ -35,22 +36,28 @@ MAKES_AXES = frozenset(
 )
 
 
-def simplify(graph: fx.Graph, table: Iterable[Equation]) -> None:
-    """Apply a table's rows to a graph, in place; its inputs and outputs stay what they are."""
+def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> None:
+    """Apply a table's rows to a graph, in place; its inputs and outputs stay what they are.
+
+    So many outputs (all of them, if not given) are the caller's, who may write to them: nothing else is read from there.
+    """
     rows: dict[Any, list[Equation]] = defaultdict(list)
     for row in table:
         for target in row.targets:
             rows[target].append(row)
     drop_unused(graph)
-    while _sweep(graph, rows):
+    while _sweep(graph, rows, results):
         drop_unused(graph)
 
 
-def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]]) -> bool:
+def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | None) -> bool:
     writer, known, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+    outputs: Any = graph.output_node().args[0]
+    shown = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_changed |= any(_applied(row, node, writer) for row in rows.get(node.target, ())) or _merged(node, known)
+            is_rewritten = any(_applied(row, node, writer) for row in rows.get(node.target, ()))
+            is_changed |= is_rewritten or (node not in shown and _merged(node, known))
     return is_changed
 
 

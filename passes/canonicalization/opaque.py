@@ -15,6 +15,7 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_
 from streamfx.ir.sizes import Size, size_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.operators.aliasing import MEMORIES, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
@@ -57,7 +58,11 @@ def note_layouts(graph: fx.Graph) -> None:
             strides = (operand.meta["val"].stride() for operand in tensor_operands(node))
             node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
     output = graph.output_node()
-    output.meta[LAYOUTS] = tuple(_strides(item) for item in output.args[0])  # type: ignore[union-attr]
+    results: Any = output.args[0]
+    output.meta[LAYOUTS] = tuple(_strides(item) for item in results)
+    output.meta[MEMORIES] = tuple(
+        frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
+    )
 
 
 def _strides(item: Any) -> tuple[Size, ...] | None:

@@ -9,6 +9,7 @@ from the last value kept are run once more before.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,9 +25,10 @@ from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
+from streamfx.passes.codegen.memory import gradients_apart, kept, results_apart
 from streamfx.passes.codegen.outer import OuterBuilder
 from streamfx.passes.codegen.reuse import reuse_buffers
-from streamfx.passes.codegen.written import kept
+from streamfx.passes.operators.aliasing import MEMORIES
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
@@ -64,7 +66,7 @@ class _Rewriter:
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
         results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
-            forward.graph.output(tuple(results))
+            forward.graph.output(tuple(self._apart(forward, results, ())))
             return Program(_finished(forward), None, (), tuple(forward.loops))
         backward = _BackwardBuilder(self, forward)
         for stage in reversed(self.stages):
@@ -78,9 +80,9 @@ class _Rewriter:
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size, self.device)
-        gradients = tuple(self._output(backward, gradient) for gradient in self.joint.gradients)
-        saved, numbers = backward.finish(gradients)
-        forward.graph.output((*results, *saved, *numbers))
+        gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
+        saved, numbers = backward.finish(tuple(gradients))
+        forward.graph.output((*self._apart(forward, results, saved), *saved, *numbers))
         loops = (*forward.loops, *backward.loops)
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
@@ -131,6 +133,11 @@ class _Rewriter:
                 value = self._output(forward, output)
                 made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
         return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
+
+    def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
+        traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
+        names = {made: node.name for node, made in forward.env.items()}
+        return results_apart(results, traced[: len(results)], saved, names)
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):

@@ -9,7 +9,7 @@ A stage may need several loops, one after the other. A value belongs to the firs
 
 Or it belongs to the last loop in which it is still in time for those that use it, where that leaves less to be stored in between.
 
-What a later loop needs of an earlier one is stored, or computed again: `handover.py`.
+What a later loop needs of an earlier one is stored, or computed again: `rematerialization.py`.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def _filled(
         if is_tensor(node) and not is_loop_value(node, layout):
             wanted += _tensor_inputs(node)
     count = 1 + max((level[node] for node in nodes if is_tensor(node) and is_loop_value(node, layout)), default=-1)
-    freely = _Placer(layout, available, level, wanted)
-    freely.fill_all(count)
-    placer = _Placer(layout, available, level, wanted, freely.computed)
+    placer = _Placer(layout, available, level, wanted)
     placer.fill_all(count)
+    if count > 1:
+        placer = _Placer(layout, available, level, wanted, placer.computed)
+        placer.fill_all(count)
     return Region(tuple(nodes), level, tuple(placer.loops[i] for i in range(count)), reverse)
 
 

@@ -49,6 +49,8 @@ class Handover:
 
     def cut(self, outputs: Iterable[fx.Node], stored: Iterable[fx.Node]) -> set[fx.Node]:
         """What to store for a loop with these outputs; values in `stored` are, whatever this loop does."""
+        if self.number == 0:
+            return set()
         network = self._network(outputs, set(stored))
         if BEFORE not in network:
             return set()

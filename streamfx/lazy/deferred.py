@@ -9,7 +9,7 @@ sequence (`in_chunks.py`); any other operator is run on the dense values of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,8 +168,21 @@ def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
     if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
         found = gradients_in_chunks(source, gradient._cell)
         if found is not None:
-            return found
-    return source.gradients(gradient)
+            return _apart(found)
+    # whoever is given these expects plain tensors: the hidden states' gradient waits, too, where that of the logits does
+    return _apart(item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient))
+
+
+def _apart(values: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Each in memory of its own: autograd may add the next gradient into any of them."""
+    places, found = set[int](), list[Tensor | None]()
+    for value in values:
+        if value is not None and (place := value.untyped_storage().data_ptr()) in places:
+            value = value.clone()
+        elif value is not None:
+            places.add(place)
+        found.append(value)
+    return found
 
 
 def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:

@@ -217,4 +217,20 @@ KEYS = {
     "float16": "(group + 4096).half()",
     "remainder": "(group % 2)",
 }
-LINES = {**EXTRAS, **PLACES, **ENDS, **PAIRS, **NUMBERS}
+APART: dict[str, tuple[str, ...]] = {  # gradients that are equal, or the tangent itself
+    "two shifts": ("term = (x + self.one + self.two).square().mean()",),
+    "two shifts in turn": ("y = x + self.one", "term = (y.sin() + y + self.two - self.one).square().mean()"),
+    "two views": (
+        "one, two = self.one.view(2, -1), self.two.view(-1, 2)",
+        "term = (x + one.flatten() + two.flatten()).square().mean()",
+    ),
+    "two products": ("term = (F.linear(x, self.square) + F.linear(x, self.another)).square().mean()",),
+    "two biases": ("term = (F.linear(x, self.square, self.one) + F.linear(x, self.another, self.two)).square().mean()",),
+    "two halves": ("term = (x * torch.cat((self.one[: x.shape[-1] // 2], self.two[x.shape[-1] // 2 :]))).square().mean()",),
+    "two that are turned": ("term = (x @ self.square + x @ self.another.t()).square().mean()",),
+    "two sums": ("term = (self.one + self.two).sum() * x.mean()",),
+    "two sums alone": ("term = x.square().mean() + (self.one + self.two).sum()",),
+    "two scalars": ("term = x.square().mean() + self.one.sum() + self.two.mean()",),
+}
+PARAMETERS = {"shift": (1,), "one": ("d",), "two": ("d",), "square": ("d", "d"), "another": ("d", "d")}  # by name: sizes
+LINES = {**EXTRAS, **APART, **PLACES, **ENDS, **PAIRS, **NUMBERS}

@@ -6,7 +6,7 @@ import re
 
 from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
-from tests.random_decoders.extras import FUNCTIONS, LINES
+from tests.random_decoders.extras import FUNCTIONS, LINES, PARAMETERS
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -180,8 +180,9 @@ def _result(w: Writer) -> str:
     if decoder.extra != "none":
         lines = LINES[decoder.extra]
         w.line(*lines, "loss = loss + term")
-        if "self.shift" in "".join(lines):
-            w.parameter("shift", 1)
+        for name, sizes in PARAMETERS.items():
+            if f"self.{name}" in "".join(lines):
+                w.parameter(name, *(decoder.width if size == "d" else size for size in sizes))
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 

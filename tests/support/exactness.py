@@ -10,6 +10,7 @@ on both sides. Errors of a gradient that is zero up to rounding (a key's bias) a
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Outcome:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
+    together: frozenset[frozenset[str]] = frozenset()  # pairs of tensors that lie in one memory
 
 
 def scalar_of(outputs: Any) -> Tensor:
@@ -78,15 +80,31 @@ def outcome(function: Callable[..., Any], model: nn.Module, inputs: Inputs, redu
     model.zero_grad(set_to_none=True)
     outputs = call(function, own)
     reduce(outputs).backward()
-    gradients = {name: clone(parameter.grad) for name, parameter in model.named_parameters()}
-    for path, item in pytree.tree_flatten_with_path(own)[0]:
-        if isinstance(item, Tensor) and item.requires_grad:
-            gradients[f"input{pytree.keystr(path)}"] = clone(item.grad)
-    return Outcome(named_tensors(outputs), gradients)
+    given = {f"input{pytree.keystr(path)}": item for path, item in pytree.tree_flatten_with_path(own)[0]}
+    asked = {name: item for name, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
+    gradients = {name: item.grad for name, item in (*model.named_parameters(), *asked.items())}
+    made = {f"gradient of {name}": item for name, item in gradients.items()}
+    values = {f"value of {name}": item for name, item in (*model.named_parameters(), *given.items())}
+    together = in_one_memory({**named_tensors(outputs), **made, **values})
+    return Outcome(named_tensors(outputs), {name: clone(item) for name, item in gradients.items()}, together)
 
 
 def clone(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().clone()
+
+
+def in_one_memory(values: Mapping[str, Any]) -> frozenset[frozenset[str]]:
+    """Pairs of plain tensors, by name, of which a write to one may change the other."""
+    places: dict[int, list[str]] = {}
+    for name, value in values.items():
+        if (
+            type(value) in (Tensor, nn.Parameter)
+            and value.numel()
+            and value.layout is torch.strided
+            and value.device.type != "meta"
+        ):
+            places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+    return frozenset(frozenset(pair) for names in places.values() for pair in itertools.combinations(names, 2))
 
 
 def named_tensors(tree: Any) -> dict[str, Tensor]:
@@ -116,6 +134,7 @@ def errors(actual: Outcome, truth: Outcome) -> dict[str, float]:
     """The relative error of every output and gradient; infinite where only one side has it."""
     assert actual.outputs.keys() == truth.outputs.keys(), (list(actual.outputs), list(truth.outputs))
     found = {name: relative_error(actual.outputs[name], truth.outputs[name]) for name in truth.outputs}
+    found |= {f"memory of {' and '.join(sorted(pair))}": math.inf for pair in actual.together - truth.together}
     return found | gradient_errors(actual.gradients, truth.gradients)
 
 
@@ -215,8 +234,13 @@ class Recorded(Compilation):
         if program.backward is None:
             return outputs
         tensors, numbers = saved[: len(program.saved)], saved[len(program.saved) :]
+        given = {f"given {i}": item for i, item in enumerate([*self.primals, *self.tangents, *tensors])}
         del results, saved
-        return [*outputs, *OuterRunner(program.backward)([*numbers, *tensors, *self.tangents])]
+        gradients = list(OuterRunner(program.backward)([*numbers, *tensors, *self.tangents]))
+        values = {**given, **{f"gradient {i}": item for i, item in enumerate(gradients)}}
+        wrong = [pair for pair in in_one_memory(values) if any(name.startswith("gradient") for name in pair)]
+        assert not wrong, f"in one memory: {[sorted(pair) for pair in wrong]}"
+        return [*outputs, *gradients]
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:

@@ -1,0 +1,34 @@
+"""In whose memory may a value lie?"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.torch_private import OpOverload
+
+MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, the names of the values that it showed when traced
+
+
+def memories(node: fx.Node) -> frozenset[fx.Node]:
+    """The values of a graph whose memory this one may show: itself alone, where an operator makes it."""
+    found, todo, seen = set[fx.Node](), [node], {node}
+    while todo:
+        value = todo.pop()
+        producer = value.all_input_nodes[0] if value.target is operator.getitem else value
+        if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
+            found.add(value)
+            continue
+        todo += [source for source in producer.all_input_nodes if source not in seen]
+        seen.update(producer.all_input_nodes)
+    return frozenset(found)
+
+
+def _may_alias(target: Any) -> bool:
+    """Whether an operator may return memory that it was given: those of a schema say so, of others nobody knows."""
+    if not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(result.alias_info is not None for result in target._schema.returns)

@@ -1,0 +1,128 @@
+"""Who writes into a gradient or an output changes no other: where eager's tensors are apart, ours are, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.exactness import TOLERANCE, assert_small, gradient_errors, in_one_memory
+
+WIDTH, VOCABULARY, LENGTH = 8, 11, 19
+OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4, "bodies": "eager"}
+
+
+class Decoder(nn.Module):
+    """One layer, in which `block` adds branches to the residual stream."""
+
+    def __init__(self, block: Callable[[Decoder, Tensor, Tensor], Tensor], outputs: str = "dense") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block: Any = block
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shift, self.scale = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(2, WIDTH // 2))
+        self.table = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.double()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        return self.block(self, x, F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])  # type: ignore[no-any-return]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(F.layer_norm(self.hidden(ids), (WIDTH,)))  # type: ignore[no-any-return]
+
+
+BLOCKS: dict[str, Callable[[Decoder, Tensor, Tensor], Tensor]] = {
+    "parallel": lambda m, x, y: x + m.out(y) + m.one(F.gelu(x)),
+    "of one input": lambda m, x, y: x + m.one(y) + m.two(y),
+    "shifts": lambda m, x, y: x + y + m.shift + m.scale.flatten(),
+    "turned": lambda m, x, y: x + y @ m.one.weight + y @ m.two.weight.t(),
+    "table": lambda m, x, y: x + y + m.table + m.shift,
+}
+
+
+def ids() -> Tensor:
+    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids().flatten())
+
+
+@pytest.mark.parametrize("outputs", ["dense", "lazy"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_are_accumulated_and_clipped(name: str, outputs: str) -> None:
+    torch._dynamo.reset()
+    eager = Decoder(BLOCKS[name])
+    own = copy.deepcopy(eager)
+    function = torch.compile(own, backend="streambp", options={**OPTIONS, "outputs": outputs})
+    for _ in range(3):
+        loss_of(function(ids())).backward()
+        loss_of(eager(ids())).backward()
+    for model in (own, eager):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    gradients = [{name: item.grad for name, item in model.named_parameters()} for model in (own, eager)]
+    assert not in_one_memory(gradients[0])
+    assert_small(gradient_errors(*gradients), TOLERANCE, name)
+
+
+def test_a_tangent_that_is_a_gradient_stays_the_callers() -> None:
+    """`x + table`: the table's gradient is the very tangent, which the caller may use again."""
+    torch._dynamo.reset()
+    eager = Decoder(BLOCKS["table"])
+    own = copy.deepcopy(eager)
+    tangent = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    kept = tangent.clone()
+    hidden = torch.compile(own.hidden, backend="streambp", options=OPTIONS)
+    for _ in range(2):
+        hidden(ids()).backward(tangent)
+        eager.hidden(ids()).backward(kept.clone())
+    assert torch.equal(tangent, kept)
+    gradients = [{name: item.grad for name, item in model.named_parameters()} for model in (own, eager)]
+    assert_small(gradient_errors(*gradients), TOLERANCE, "twice")
+
+
+def twice(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
+    x = model.hidden(ids)
+    return x * 2, (x * 2).exp()
+
+
+def unpadded(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
+    x = model.hidden(ids)
+    return F.pad(x, (0, 3))[..., :WIDTH].view(-1, WIDTH), x.exp().sum(-1)
+
+
+def turned_back(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = model.hidden(ids)
+    return x.flip(1).flip(1).view(-1), x, x.sin()
+
+
+def equal_ones(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
+    x = model.hidden(ids)
+    return model.head(x).view(-1), model.head(x)
+
+
+@pytest.mark.parametrize("step", [twice, unpadded, turned_back, equal_ones])
+def test_outputs_are_written_to(step: Callable[[Decoder, Tensor], tuple[Tensor, ...]]) -> None:
+    """After the forward half, before the backward one: neither other outputs nor gradients change."""
+    torch._dynamo.reset()
+    eager = Decoder(BLOCKS["parallel"])
+    own = copy.deepcopy(eager)
+    found = []
+    for model, function in ((own, torch.compile(step, backend="streambp", options=OPTIONS)), (eager, step)):
+        first, *others = function(model, ids())
+        first.detach().mul_(3)
+        with torch.no_grad():
+            first.add_(1)
+        torch.stack([other.sum() for other in others]).sum().backward()
+        assert not in_one_memory({"first": first, **{f"other {i}": other for i, other in enumerate(others)}})
+        found.append({name: item.grad for name, item in model.named_parameters()} | {"other": others[0].detach()})
+    assert_small(gradient_errors(*found), TOLERANCE, step.__name__)
