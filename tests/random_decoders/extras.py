@@ -232,5 +232,5 @@ APART: dict[str, tuple[str, ...]] = {  # gradients that are equal, or the tangen
     "two sums alone": ("term = x.square().mean() + (self.one + self.two).sum()",),
     "two scalars": ("term = x.square().mean() + self.one.sum() + self.two.mean()",),
 }
-PARAMETERS = {"shift": (1,), "one": ("d",), "two": ("d",), "square": ("d", "d"), "another": ("d", "d")}  # by name: sizes
+PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
 LINES = {**EXTRAS, **APART, **PLACES, **ENDS, **PAIRS, **NUMBERS}

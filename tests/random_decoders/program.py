@@ -180,9 +180,9 @@ def _result(w: Writer) -> str:
     if decoder.extra != "none":
         lines = LINES[decoder.extra]
         w.line(*lines, "loss = loss + term")
-        for name, sizes in PARAMETERS.items():
+        for name, rank in PARAMETERS.items():
             if f"self.{name}" in "".join(lines):
-                w.parameter(name, *(decoder.width if size == "d" else size for size in sizes))
+                w.parameter(name, *([decoder.width] * rank or [1]))
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 
