@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_assertion, is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import Equals, Equation
 from streamfx.passes.operators.aliasing import memories
@@ -90,7 +90,7 @@ def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
 
 def drop_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not is_assertion(node):
             graph.erase_node(node)
 
 

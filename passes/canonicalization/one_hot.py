@@ -1,7 +1,7 @@
 """One element of each row of a matrix, or one token of each sequence (heads on the last token): taken by comparing positions.
 
 A look-up by number needs all rows at once; this sum takes what a chunk of them has. It makes 0 of -0, so that the sign is looked
-up, too. Numbers that are out of range give NaN.
+up, too. That numbers are in range is asserted, as the look-up does itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     source, numbers = arguments["self"], _numbers(arguments)
     if numbers is None:
         return None
-    numbers, is_there = _wrapped(numbers, source, writer)
-    hit = _hit(numbers, source, writer)
+    hit = _hit(_in_range(numbers, source, writer), source, writer)
     signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
     taken, sign = (_sum_of_hits(hit, values, writer) for values in (source, signs))
-    taken = writer.call(aten.copysign.Tensor, taken, sign)
-    wide = _unsqueezed(is_there, 1, len(shape_of_node(taken)), writer)
-    return writer.call(aten.where.self, wide, taken, _number(float("nan"), source, writer))
+    return writer.call(aten.copysign.Tensor, taken, sign)
 
 
 def _sum_of_hits(hit: fx.Node, values: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -50,13 +47,10 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     target, values, numbers = arguments["self"], arguments["values"], _numbers(arguments)
     if numbers is None or not is_zero(target) or shape_of_node(values) != shape_of_node(node)[:1] + shape_of_node(node)[2:]:
         return None
-    numbers, is_there = _wrapped(numbers, target, writer)
-    hit = _hit(numbers, target, writer)
+    hit = _hit(_in_range(numbers, target, writer), target, writer)
     if arguments["accumulate"]:  # zero plus -0 is zero
         values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer))
-    nothing = writer.call(aten.where.self, is_there, *(_number(value, target, writer) for value in (0.0, float("nan"))))
-    around = _unsqueezed(nothing, 1, len(shape_of_node(target)), writer)
-    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), around)
+    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), _number(0.0, target, writer))
 
 
 def _numbers(arguments: dict[str, Any]) -> fx.Node | None:
@@ -73,13 +67,15 @@ def _numbers(arguments: dict[str, Any]) -> fx.Node | None:
     return second
 
 
-def _wrapped(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
-    """Numbers counted from the start, and whether each is there."""
+def _in_range(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Numbers counted from the start, all of which are there."""
     size = size_arguments(source, writer)[1]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
     inside = writer.call(aten.ge.Scalar, counted, 0), writer.call(aten.lt.Scalar, counted, size)
-    return counted, writer.call(aten.bitwise_and.Tensor, *inside)
+    is_there = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *inside))
+    writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 1")
+    return counted
 
 
 def _hit(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> fx.Node:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axes import AxisTable, Dim
-from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.driver import replace
@@ -113,7 +113,7 @@ def _without_lasting_orders(orders: Orders) -> dict[fx.Node, Reordered]:
 
 def _alive(graph: fx.Graph, replaced: Mapping[fx.Node, Reordered]) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    todo = list(graph.output_node().all_input_nodes)
+    todo = [graph.output_node(), *filter(is_assertion, graph.nodes)]
     while todo:
         node = todo.pop()
         node = replaced[node].twin if node in replaced else node

@@ -64,6 +64,7 @@ class _Rewriter:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
+        self._assert(forward, early=True)
         results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
             forward.graph.output(tuple(self._apart(forward, results, ())))
@@ -80,6 +81,7 @@ class _Rewriter:
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size, self.device)
+        self._assert(backward, early=False)
         gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
         saved, numbers = backward.finish(tuple(gradients))
         forward.graph.output((*self._apart(forward, results, saved), *saved, *numbers))
@@ -96,6 +98,12 @@ class _Rewriter:
             region = place(wanted, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier), self.device)
+
+    def _assert(self, outer: OuterBuilder, early: bool) -> None:
+        """Raise what the user's code raises: at the end of a half, where all that is asserted is known."""
+        for node in self.joint.assertions:
+            if all(source in self.joint.forward or source.op != "call_function" for source in node.all_input_nodes) is early:
+                outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
         size: ChunkSize = known(self.facts.plan).chunk_sizes[self.stages.index(stage)]

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import ancestors, is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements
@@ -130,9 +130,10 @@ class _Cutter:
         return merged
 
     def first_sum(self) -> int | None:
-        """Where the forward half first sums over the sequence for a result."""
+        """Where the forward half first sums over the sequence for a result, and not to assert something."""
+        asked = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_streamed(node) and Form.SUM in self.demand.forms[node]:
+            if self.is_streamed(node) and Form.SUM in self.demand.forms[node] and node in asked:
                 return i
         return None
 

@@ -13,13 +13,16 @@ from torch import fx
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.torch_private import is_token
 
+ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
+
 
 @dataclass(frozen=True)
 class JointGraph:
     """A joint graph of our own (a copy, free to be rewritten).
 
     `outputs` are the forward results in order (a node, or a constant), `gradients` one entry per primal (None where none
-    is asked for). `forward` holds the ancestors of the outputs; everything else belongs to the backward half.
+    is asked for). `forward` holds the ancestors of the outputs, and of what is asserted before tangents are known; everything
+    else belongs to the backward half.
     """
 
     graph: fx.Graph
@@ -36,8 +39,12 @@ class JointGraph:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All operators in program order."""
-        return [node for node in self.graph.nodes if node.op == "call_function"]
+        """All operators in program order, but for assertions, which make nothing."""
+        return [node for node in self.graph.nodes if node.op == "call_function" and not is_assertion(node)]
+
+    @property
+    def assertions(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if is_assertion(node)]
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
@@ -88,7 +95,10 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
     placeholders = tuple(graph.find_nodes(op="placeholder"))
     results = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = results[:num_outputs]
-    forward = ancestors(outputs)
+    early = [
+        node for node in graph.nodes if is_assertion(node) and not ancestors((node,)).intersection(placeholders[num_primals:])
+    ]
+    forward = ancestors((*outputs, *early)).difference(early)
     parts = {user for node in forward for user in node.users if user.target is operator.getitem}
     return JointGraph(
         graph=graph,
@@ -110,6 +120,11 @@ def graph_copy(graph: fx.Graph) -> fx.Graph:
     own = fx.Graph()
     own.output(own.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return own
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether an operator is there to raise an error: it has no users, and stays."""
+    return node.target in ASSERTIONS
 
 
 def is_tensor(node: Any) -> bool:

@@ -1,0 +1,111 @@
+"""What a user's code, or torch's own, asserts of data is asserted: in the streamed program, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import streamfx
+from tests.support.exactness import compare
+
+WIDTH, VOCABULARY, LENGTH = 8, 11, 19
+Loss = Callable[["Decoder", Tensor, Tensor], Tensor]
+
+
+class Watched(torch.autograd.Function):
+    """A function that looks at its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(labels)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (labels,) = ctx.saved_tensors
+        torch._assert_async(gradient.isfinite().all() & (labels >= 0).all(), "bad gradient")
+        return gradient * 1.0, None
+
+
+class Decoder(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss: Any = loss
+        self.embed, self.qkv, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return self.loss(self, x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], labels)  # type: ignore[no-any-return]
+
+
+def token_loss(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def of_all(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    torch._assert_async((labels >= 0).all())
+    return token_loss(model, x, labels)
+
+
+def of_a_sum(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    torch._assert_async((labels >= 0).sum() == labels.numel(), "negative")
+    return token_loss(model, x, labels)
+
+
+def of_activations(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    torch._assert_async(((x.square().sum(-1) < 1e6) & (labels >= 0)).all(), "large")
+    return token_loss(model, x, labels)
+
+
+def of_gradients(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    return token_loss(model, Watched.apply(x, labels), labels)
+
+
+def of_classes(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    return -(F.one_hot(labels, VOCABULARY) * model.head(x).log_softmax(-1)).sum(-1).mean()
+
+
+def of_rows(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    """A row of each sequence by its number, which is looked up in another way."""
+    last = torch.where((labels < 0).any(1), LENGTH, labels[:, 0])
+    return model.head(x)[torch.arange(len(x)), last].square().mean()
+
+
+LOSSES = (of_all, of_a_sum, of_activations, of_gradients, of_classes, of_rows)
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_asserted_is_looked_at(loss: Loss) -> None:
+    compare(Decoder(loss), {"ids": tokens(1), "labels": tokens(2)}, chunk_size=4, also=(7,), streams=None)
+    torch._dynamo.reset()
+    function = torch.compile(Decoder(loss), backend="streambp", options={"chunk_size": 4, "bodies": "eager"})
+    wrong = tokens(2)
+    wrong[0, 3] = -1
+    function(tokens(1), tokens(2)).backward()
+    with pytest.raises(RuntimeError):
+        function(tokens(1), wrong).backward()
+    function(tokens(1), tokens(2)).backward()
+
+
+@pytest.mark.parametrize("loss", [of_all, of_a_sum, of_classes])
+def test_the_rest_streams(loss: Loss) -> None:
+    shown = streamfx.explain(copy.deepcopy(Decoder(loss)), tokens(1), tokens(2), options={"chunk_size": 4}).summary()
+    assert shown["streamed_flops_share"] == 1
+    assert [stage["name"] for stage in shown["stages"]][-1] == "head"
