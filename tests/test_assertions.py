@@ -56,7 +56,7 @@ def token_loss(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_all(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
-    torch._assert_async((labels >= 0).all())
+    torch._assert_async((labels >= 0).all(), "negative")
     return token_loss(model, x, labels)
 
 
@@ -109,3 +109,44 @@ def test_the_rest_streams(loss: Loss) -> None:
     shown = streamfx.explain(copy.deepcopy(Decoder(loss)), tokens(1), tokens(2), options={"chunk_size": 4}).summary()
     assert shown["streamed_flops_share"] == 1
     assert [stage["name"] for stage in shown["stages"]][-1] == "head"
+
+
+LOOK_UPS: dict[str, Loss] = {
+    "embedding": lambda m, x, i: (m.embed(i) * x).mean(),
+    "cross entropy": token_loss,
+    "smoothed": lambda m, x, i: F.cross_entropy(m.head(x).flatten(0, 1), i.flatten(), label_smoothing=0.1),
+    "weighted": lambda m, x, i: F.cross_entropy(m.head(x).flatten(0, 1), i.flatten(), weight=m.head.bias.detach().abs()),
+    "gather": lambda m, x, i: m.head(x).log_softmax(-1).gather(-1, i[..., None]).mean(),
+    "take": lambda m, x, i: torch.take_along_dim(m.head(x), i[..., None], -1).mean(),
+    "index": lambda m, x, i: (m.head.bias[i] * x.sum(-1)).mean(),
+    "index of rows": lambda m, x, i: x.flatten(0, 1)[i.flatten()].square().mean(),
+    "gather of rows": lambda m, x, i: x.gather(1, i[..., None].expand_as(x)).square().mean(),
+    "select": lambda m, x, i: (m.head.weight.index_select(0, i.flatten()) * x.flatten(0, 1)).mean(),
+    "scatter": lambda m, x, i: (torch.zeros_like(m.head(x)).scatter(-1, i[..., None], 1.0) * m.head(x)).mean(),
+    "scatter_add": lambda m, x, i: x.new_zeros(2, VOCABULARY).scatter_add(1, i, x.sum(-1)).square().mean(),
+    "index_add": lambda m, x, i: x.new_zeros(VOCABULARY, WIDTH).index_add(0, i.flatten(), x.flatten(0, 1)).square().mean(),
+    "index_put": lambda m, x, i: (
+        x.new_zeros(VOCABULARY, WIDTH).index_put((i.flatten(),), x.flatten(0, 1), accumulate=True).square().mean()
+    ),
+    "one_hot": of_classes,
+    "row by row": of_rows,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [VOCABULARY + 900, -300, -100])
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_numbers_are_refused_where_eager_refuses_them(name: str, number: int) -> None:
+    torch._dynamo.reset()
+    wrong = tokens(2)
+    wrong[0, 3] = number
+    refused = []
+    for backend, options in (("aot_eager", {}), ("streambp", {"options": {"chunk_size": 4, "bodies": "eager"}})):
+        function: Any = torch.compile(Decoder(LOOK_UPS[name]), backend=backend, **options)  # type: ignore[call-overload]
+        assert function(tokens(1), tokens(2)).isfinite()
+        try:
+            function(tokens(1), wrong)
+            refused.append(False)
+        except (RuntimeError, IndexError):
+            refused.append(True)
+    assert refused[0] == refused[1]

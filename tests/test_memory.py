@@ -90,7 +90,7 @@ def test_a_tangent_that_is_a_gradient_stays_the_callers() -> None:
     assert_small(gradient_errors(gradients[0], gradients[1]), TOLERANCE, "twice")
 
 
-def twice(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
+def twice(model: Decoder, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = model.hidden(ids)
     return x * 2, (x * 2).sin(), (x * 2).view(-1)
 

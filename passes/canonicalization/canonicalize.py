@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import joint_graph
+from streamfx.ir.joint import drop_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization import (
     convolutions,
@@ -28,7 +28,7 @@ from streamfx.passes.canonicalization import (
     softmax,
     windows_of_rows,
 )
-from streamfx.passes.canonicalization.driver import drop_unused, simplify
+from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.passes.canonicalization.experts import PRODUCTS
 from streamfx.passes.canonicalization.permutations import undo_orders

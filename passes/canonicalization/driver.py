@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_assertion, is_tensor
+from streamfx.ir.joint import drop_unused, is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import Equals, Equation
 from streamfx.passes.operators.aliasing import memories
@@ -86,12 +86,6 @@ def replace(node: fx.Node, equal: fx.Node, is_new: bool) -> bool:
             equal, delete_user_cb=lambda user: not (keeps_result and user.op == "output"), propagate_meta=False
         )
     )
-
-
-def drop_unused(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_assertion(node):
-            graph.erase_node(node)
 
 
 def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:

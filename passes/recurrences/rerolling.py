@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from streamfx.ir.joint import drop_unused
+from streamfx.passes.operators.traits import is_random
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.recurrences.plans import Half, Planned
-from streamfx.passes.recurrences.unrolled import drop_unused
 from streamfx.runtime.recurrences import Recurrence
 
 UNROLLED = "streamfx_unrolled"  # in a recurrence's `meta`: the name of a value that its loop left before
@@ -53,7 +54,7 @@ def _crossed(path: Sequence[fx.Node]) -> Exception:
 
 def sort_again(graph: fx.Graph) -> None:
     """Put operators behind their operands, and else leave them where they are; drop those without users."""
-    drop_unused(graph)
+    drop_unused(graph, is_random)
     for node in _sorted(graph.nodes):
         if node.op not in ("placeholder", "output"):
             graph.output_node().prepend(node)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, drop_unused, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.operators.fillers import fill_of
@@ -93,13 +93,13 @@ def rows_of(graph: fx.Graph) -> Rows:
             place = _place(whole, bound_arguments(node_argument(node))["dim"], node.args[1])
             if place is not None and place[2] >= FEWEST:
                 found.reads[node] = Row(whole, *place)
-    for node in drop_unused(graph):
+    for node in drop_unused(graph, is_random):  # random draws are told apart by their seed
         chains.pop(node, None)
     writer = GraphWriter(graph)
     for chain in dict.fromkeys(chain for chain, _ in chains.values()):
         _stack_written([link for link in chain.links if link in chains], chain, writer)
     _stack_sums(graph, writer)
-    for node in drop_unused(graph):
+    for node in drop_unused(graph, is_random):
         found.reads.pop(node, None)
     for node in graph.nodes:
         if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
@@ -107,16 +107,6 @@ def rows_of(graph: fx.Graph) -> Rows:
             found.joins.append(Joined(node, dim, tuple(node.args[0])))
     found.reads = {node: row for node, row in found.reads.items() if node.users}
     return found
-
-
-def drop_unused(graph: fx.Graph) -> list[fx.Node]:
-    """Erase what nothing needs, but for random draws, which are told apart by their seed."""
-    dropped = []
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_random(node):
-            graph.erase_node(node)
-            dropped.append(node)
-    return dropped
 
 
 def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:

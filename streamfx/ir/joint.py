@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,16 @@ def graph_copy(graph: fx.Graph) -> fx.Graph:
     own = fx.Graph()
     own.output(own.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return own
+
+
+def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
+    """Erase what nothing needs, but for assertions, and for what is asked to stay; returns it."""
+    dropped = []
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not is_assertion(node) and not but_for(node):
+            graph.erase_node(node)
+            dropped.append(node)
+    return dropped
 
 
 def is_assertion(node: fx.Node) -> bool:

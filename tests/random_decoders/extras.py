@@ -232,5 +232,15 @@ APART: dict[str, tuple[str, ...]] = {  # gradients that are equal, or the tangen
     "two sums alone": ("term = x.square().mean() + (self.one + self.two).sum()",),
     "two scalars": ("term = x.square().mean() + self.one.sum() + self.two.mean()",),
 }
+ASSERTED: dict[str, tuple[str, ...]] = {
+    name: (f"torch._assert_async({what}, 'asserted')", "term = x.square().mean()")
+    for name, what in {
+        "labels asserted": "(labels > -200).all()",
+        "labels counted": "(labels > -200).sum() == labels.numel()",
+        "activations asserted": "(x.square().sum(-1) < 1e12).all()",
+        "weights asserted": "self.one.isfinite().all()",
+        "the loss asserted": "loss.detach() < 1e12",
+    }.items()
+}
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
-LINES = {**EXTRAS, **APART, **PLACES, **ENDS, **PAIRS, **NUMBERS}
+LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **NUMBERS}

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import APART, ENDS, EXTRAS, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, NUMBERS, PAIRS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -112,9 +112,19 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "ends": partial(_of_any_length, extras=ENDS),
     "pairs": partial(_beside, extras=PAIRS),
     "apart": partial(_beside, extras=APART),
+    "asserted": partial(_beside, extras=ASSERTED),
     "numbers": partial(_of_any_length, extras=NUMBERS),
 }
-OFTEN = (*("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart") * 3, "4", "5", "6", "12", "ends", "numbers")
+OFTEN = (
+    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart") * 3,
+    "4",
+    "5",
+    "6",
+    "12",
+    "ends",
+    "numbers",
+    "asserted",
+)
 
 
 def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:

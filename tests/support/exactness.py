@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from streamfx.backend import Compilation
 from streamfx.capture import captured
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
@@ -227,7 +228,10 @@ class Recorded(Compilation):
 
     def streamed_values(self, program: Program) -> list[Any]:
         """Outputs and gradients by a rewritten program."""
-        assert self.primals is not None and self.tangents is not None
+        assert self.primals is not None and self.tangents is not None and self.joint is not None
+        graphs = [module.graph for module in (program.forward, program.backward) if module is not None]
+        asserted = [sum(map(is_assertion, graph.nodes)) for graph in (self.joint.graph, *graphs)]
+        assert sum(asserted[1:]) >= asserted[0], "an assertion is gone"
         count = self.joint_arguments[1]
         results = list(OuterRunner(program.forward)(list(self.primals)))
         outputs, saved = results[:count], results[count:]
