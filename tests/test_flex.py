@@ -235,7 +235,7 @@ def test_what_cannot_be_written_out_runs_whole() -> None:
 
 
 def test_other_graphs_stay_as_they_are() -> None:
-    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1).graph
+    graph = torch.fx.symbolic_trace(lambda x: (torch.relu(x) + 1,)).graph
     before = str(graph)
     simplify(graph, TABLE)
     assert str(graph) == before

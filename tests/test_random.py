@@ -29,6 +29,8 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "ends": (1, 6, 8),
     "pairs": (1, 12, 16),
     "numbers": (2, 4),
+    "apart": (2, 5, 8, 10, 26),
+    "asserted": (0, 1, 8),
 }
 
 
