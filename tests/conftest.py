@@ -46,6 +46,12 @@ def old_objects_stay() -> None:
     gc.set_threshold(700, 10, 1000)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def our_messages_are_heard() -> None:
+    """Where torch's logging was set up in this process, our logger has a handler of its own, and pytest would hear nothing."""
+    logging.getLogger("streamfx").propagate = True
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Each test compiles anew, on one thread, from one seed, with the rules that streamfx itself has."""
