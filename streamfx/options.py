@@ -55,6 +55,7 @@ class Options:
     check_passes: bool = False
 
     def as_dict(self) -> dict[str, Any]:
+        """The options by name."""
         return asdict(self)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import streamfx
 from tests.support.spread import only
 
 ROOT = Path(__file__).parents[1]
@@ -37,3 +40,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page that is made of docstrings."""
+    pytest.importorskip("mkdocstrings")
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "docs/site/mkdocs.yml")]
+    built = subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return (site / "reference" / "index.html").read_text()
+
+
+def test_the_reference_has_everything_that_is_public(reference: str) -> None:
+    errors = {name for name in streamfx.__all__ if name in vars(streamfx.errors)}
+    missing = [name for name in streamfx.__all__ if f'id="streamfx.{"errors." if name in errors else ""}{name}"' not in reference]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", streamfx.__all__)
+def test_everything_that_is_public_says_what_it_does(name: str) -> None:
+    own = getattr(streamfx, name)
+    public = [
+        own,
+        *(item for key, item in vars(own).items() if isinstance(own, type) and not key.startswith("_") and callable(item)),
+    ]
+    assert all(item.__doc__ for item in public), [item for item in public if not item.__doc__]

@@ -39,7 +39,7 @@ def gradients_apart(gradients: Sequence[Any]) -> list[Any]:
     for gradient in gradients:
         if is_tensor(gradient):
             own = memories(gradient)
-            if own & held or any(memory.op == "placeholder" for memory in own):
+            if own & held or any(map(_is_given, own)):
                 gradient, own = _copy(gradient), frozenset()
             held |= own
         found.append(gradient)
@@ -58,14 +58,17 @@ def results_apart(
     for result, before in zip(results, traced, strict=True):
         if is_tensor(result):
             own = memories(result)
-            is_new = (
-                names.get(memory) not in before for memory in own if memory.op == "placeholder" or memory in kept_for_backward
-            )
+            is_new = (names.get(memory) not in before for memory in own if _is_given(memory) or memory in kept_for_backward)
             if any(is_new) or any(shown.get(memory, before) != before for memory in own):
                 result, own = _copy(result), frozenset()
             shown.update(dict.fromkeys(own, before))
         found.append(result)
     return found
+
+
+def _is_given(memory: fx.Node) -> bool:
+    """Whether a value is there before the graph runs, and after it: an input, or a constant of the graph."""
+    return memory.op in ("placeholder", "get_attr")
 
 
 def _copy(node: fx.Node) -> fx.Node:
