@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.exactness import TOLERANCE, assert_small, gradient_errors, in_one_memory
+from tests.support.exactness import TOLERANCE, assert_small, compare, gradient_errors, in_one_memory
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 19
 OPTIONS: dict[str, Any] = {"chunk_size": 4, "loss_chunk_size": 4, "bodies": "eager"}
@@ -143,3 +143,46 @@ def test_outputs_are_written_to(step: Callable[[Decoder, Tensor], tuple[Tensor, 
         assert not in_one_memory({"first": first, **{f"other {i}": other for i, other in enumerate(others)}})
         found.append({name: item.grad for name, item in model.named_parameters()} | {"other": others[0].detach()})
     assert_small(gradient_errors(found[0], found[1]), TOLERANCE, step.__name__)
+
+
+@torch.library.custom_op("test_memory::draw", mutates_args=())
+def draw(like: Tensor, p: float) -> Tensor:
+    return torch.rand_like(like)
+
+
+draw.register_fake(lambda like, p: torch.empty_like(like))
+
+
+def test_equal_calls_of_operators_of_other_packages_stay_two() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.ops.test_memory.draw(x, 0.0) - torch.ops.test_memory.draw(x, 0.0)
+
+    torch._dynamo.reset()
+    x = torch.randn(2, LENGTH, WIDTH)
+    assert torch.compile(step, backend="streambp", options=OPTIONS)(x).abs().max() > 0
+
+
+def test_a_slice_of_what_a_loop_is_given() -> None:
+    """The gradient of features that were joined with zeros is a slice of the gradient that the loop before writes over."""
+
+    def layer(model: Decoder, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in model.qkv(x).chunk(3, -1))
+        x = x + model.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        return x + model.one(x)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Decoder(BLOCKS["parallel"]) for _ in range(3)])
+
+        def forward(self, x: Tensor, features: Tensor) -> Tensor:
+            beside = torch.cat([features, torch.zeros_like(features)], -1)
+            for i, model in enumerate(self.layers):
+                x = layer(model, x) + (beside if i == 0 else 0)  # type: ignore[arg-type]
+            return x.square().sum()
+
+    inputs = {
+        name: torch.randn(2, LENGTH, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+        for name, width in (("x", WIDTH), ("features", WIDTH // 2))
+    }
+    compare(Two(), inputs, chunk_size=4, also=(7, 19))

@@ -31,6 +31,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "numbers": (2, 4),
     "apart": (2, 5, 8, 10, 26),
     "asserted": (0, 1, 8),
+    "features": (32, 34, 36),
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from streamfx.ir.program import LoopSpec, Part, Stacked
-from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.passes.operators.aliasing import memories
 from streamfx.runtime.loop import Loop
 
 
@@ -64,11 +64,4 @@ def _fits(spec: LoopSpec, position: int, index: int, source: fx.Node, module: fx
     feeds = [feed for feed, i in zip(spec.feeds, spec.sources, strict=True) if i == index]
     by_rows = all(isinstance(feed, Part) and feed.where == ((item.placement, None),) for feed in feeds)
     outputs = spec.body.graph.output_node().args[0]
-    return by_rows and not any(_origin(output) in own for output in outputs)  # type: ignore[arg-type,union-attr]
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """The value that a chain of views starts from."""
-    while is_moved_elements(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return by_rows and not any(memories(output) & own for output in outputs)  # type: ignore[arg-type,union-attr]

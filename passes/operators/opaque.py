@@ -22,6 +22,7 @@ from streamfx.torch_private import HigherOrderOperator, OpOverload
 aten = torch.ops.aten
 LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
+OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
 READS_MEMORY |= {target: target for target in READS_STRIDES}
 
 
@@ -43,8 +44,12 @@ def why_opaque(node: fx.Node) -> str:
 
 
 def may_be_merged(node: fx.Node) -> bool:
-    """Whether two equal calls give the same: what is drawn at random in a function that an operator calls, nobody tells."""
-    return not isinstance(node.target, HigherOrderOperator)
+    """Whether two equal calls give the same: what a function that an operator calls draws at random, or an operator of another
+    package, nobody tells.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return False
+    return not isinstance(node.target, OpOverload) or node.target.namespace in OF_TORCH_AND_OURS
 
 
 def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:

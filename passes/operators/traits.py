@@ -67,6 +67,8 @@ def is_random(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":  # what its arguments mean is its own matter
+        return True
     arguments = bound_arguments(node)
     return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
 

@@ -242,5 +242,17 @@ ASSERTED: dict[str, tuple[str, ...]] = {
         "the loss asserted": "loss.detach() < 1e12",
     }.items()
 }
+FEATURES: dict[
+    str, tuple[int, str]
+] = {  # how many parts of the width an input has, and what is made of it before the first layer
+    "joined": (2, "torch.cat((feats, torch.zeros_like(feats)), -1)"),
+    "joined behind": (2, "torch.cat((torch.zeros_like(feats), feats), -1)"),
+    "padded": (2, "F.pad(feats, (0, feats.shape[-1]))"),
+    "stacked": (2, "torch.stack((feats, feats.sin()), -1).flatten(-2)"),
+    "written": (2, "torch.zeros_like(x).slice_scatter(feats, -1, 1, 1 + feats.shape[-1])"),
+    "complex": (2, "torch.view_as_real(torch.complex(feats, feats.cos())).flatten(-2)"),
+    "twice": (1, "feats"),
+    "turned": (1, "feats.flip(-1)"),
+}
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
 LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **NUMBERS}

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, FEATURES, NUMBERS, PAIRS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -84,6 +84,14 @@ def _beside(decoder: Decoder, random: Random, extras: Collection[str]) -> Decode
     return replace(decoder, bend="none", extra=random.choice(list(extras)))
 
 
+def _features(decoder: Decoder, random: Random) -> Decoder:
+    """An input joins the stream between two layers: its gradient is part of what the one leaves and the other takes."""
+    first, features = replace(decoder.layers[0], mixer="none"), random.choice(list(FEATURES))
+    second = drawn(Layer, random, "core", "mlp")
+    layers = (first, replace(first, **second))
+    return replace(decoder, layers=layers, embedding="given", features=features, extra="none", bend="none")
+
+
 def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
     own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), random, extras)
     return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
@@ -112,11 +120,12 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "ends": partial(_of_any_length, extras=ENDS),
     "pairs": partial(_beside, extras=PAIRS),
     "apart": partial(_beside, extras=APART),
+    "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
     "numbers": partial(_of_any_length, extras=NUMBERS),
 }
 OFTEN = (
-    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart") * 3,
+    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features") * 3,
     "4",
     "5",
     "6",

@@ -6,7 +6,7 @@ import re
 
 from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import block
-from tests.random_decoders.extras import FUNCTIONS, LINES, PARAMETERS
+from tests.random_decoders.extras import FEATURES, FUNCTIONS, LINES, PARAMETERS
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -82,6 +82,8 @@ def program(decoder: Decoder) -> str:
     _embed(w)
     for i, layer in enumerate(decoder.layers):
         block(w, layer, i)
+        if i == 0 and decoder.features != "none":
+            w.line("x = x + beside")
     result = _result(w)
     lines = _needed([*w.lines, f"return {result}"])
     own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
@@ -150,10 +152,12 @@ def _embed(w: Writer) -> None:
     w.inputs["labels"] = f"torch.randint({v}, ({sizes},))"
     w.line(*_sizes(w))
     w.line("at = torch.arange(t)", "aux = 0.0", "stream = None")
-    if decoder.embedding == "given":
-        w.line("x = embeds")
-        return
-    w.line(f"x = {w.embedding('embed', v, d)}(ids)")
+    w.line("x = embeds" if decoder.embedding == "given" else f"x = {w.embedding('embed', v, d)}(ids)")
+    if decoder.features != "none":
+        parts, made = FEATURES[decoder.features]
+        kind = "float64" if decoder.precision == "float64" else "float32"
+        w.inputs["feats"] = f"torch.randn({sizes}, {d // parts}, dtype=torch.{kind}, requires_grad=True)"
+        w.line(f"beside = {made}")
     if decoder.embedding == "positions":
         extra = "[:, None]" if decoder.layout == "time first" else ""
         w.line(f"x = x + {w.embedding('position', 40, d)}(at){extra}")

@@ -111,6 +111,7 @@ class Decoder:
     bend_at: str = choice("logits", "x")
     extra: str = choice(*EXTRAS, rare=True)
     calls: str = choice("one", *CALLS, rare=True)
+    features: str = "none"  # set by the kind of that name
     seed: int = 0
 
     @property
