@@ -23,7 +23,7 @@ from streamfx.errors import StreamFXError, told
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.signature import Letter, Signature, Tile, Whole
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
@@ -109,8 +109,8 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
 
 def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
     for node, signature in axes.signatures.items():
-        for letter, (source, _) in signature.shifts.items():
-            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (source, letter))
+        for letter, window in signature.windows.items():
+            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.of, letter))
             if len(operand) == 1 < len(result) and operand[0] in sequence.members:
                 return True
     return False
@@ -210,8 +210,8 @@ def _signature_by(rule: Rule, call: Call) -> Signature | None:
 
 def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
     """An axis that is cut out of one that stays in one piece, or padded around it, stays in one piece as well."""
-    for letter, (source, _) in signature.shifts.items():
-        result, operand = table.resolve(bound[letter]), table.resolve(bound[source])
+    for letter, window in signature.windows.items():
+        result, operand = table.resolve(bound[letter]), table.resolve(bound[window.of])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
             table.keep(result[0])
 
@@ -328,7 +328,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
     """Axes whose rows have an order, because something takes them by their position: a sequence rather than a batch."""
     found: set[Atom] = set()
     for node, signature in axes.signatures.items():
-        letters = {letter for pair in signature.shifts.items() for letter in (pair[0], pair[1][0])}
+        letters = {item for letter, window in signature.windows.items() for item in (letter, window.of)}
         letters |= signature.whole if node.target in BY_POSITION else set()
         found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
     return found
@@ -346,7 +346,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     stays = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
-        for letter in signature.whole - signature.scans.keys() - signature.single.keys():
+        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (Whole, Tile))):
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             saves = node not in stays and not is_moved_elements(node)

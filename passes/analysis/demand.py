@@ -20,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.signature import Letter, LetterShape, Scan, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product, quotient
 from streamfx.passes.operators.fillers import FILLERS
 from streamfx.passes.operators.opaque import is_part_of_opaque
@@ -135,8 +135,8 @@ class _Analysis:
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
         """How many sequence dimensions the operator deals with at once; a letter that is shifted or cut is the same one again."""
-        again = sum(letter in signature.shifts and signature.shifts[letter][0] in letters for letter in letters)
-        return len(letters) - again - sum(letter in letters and rows in letters for letter, rows in signature.blocks.items())
+        again = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        return len(letters) - sum(letter in letters and other in letters for letter, other in again)
 
     def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
         sequence = self.axes.sequence
@@ -178,9 +178,9 @@ class _Analysis:
     def _relate(self, node: fx.Node, parity: _Parity) -> None:
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         for letter in letters:
-            if letter in signature.shifts:
-                parity.relate((node, letter), (node, signature.shifts[letter][0]), opposite=False)
-        first, *others = [letter for letter in letters if letter not in signature.shifts]
+            if letter in signature.windows:
+                parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
+        first, *others = [letter for letter in letters if letter not in signature.windows]
         for other in others:
             parity.relate((node, first), (node, other), opposite=True)
         values = [*zip(tensor_operands(node), signature.operands, strict=True)]
@@ -251,11 +251,11 @@ class _Analysis:
         step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
         if step != 1:
             return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
-        if signature.shifts:
+        if signature.windows:
             return f"{node.target} cuts or pads the sequence to what is worked on in one piece"
-        if signature.blocks:
-            letter, rows = next(iter(signature.blocks.items()))
-            whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (rows, letter))
+        if signature.tiles:
+            letter, tile = next(iter(signature.tiles.items()))
+            whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (tile.of, letter))
             return CUTS_ROWS.format(target=node.target, size=quotient(whole, outer))
         return (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS).format(target=node.target)
 
@@ -279,7 +279,7 @@ class _Analysis:
         """Whether an operator that runs whole forces values out of their loops: not where the sequence is only cut out of a
         table, or its gradient put back into one.
         """
-        crosses_border = any(self._is_cut_out(node, letter, source) for letter, (source, _) in signature.shifts.items())
+        crosses_border = any(self._is_cut_out(node, letter, window.of) for letter, window in signature.windows.items())
         return node not in self.axes.static and not crosses_border
 
     def _is_cut_out(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
@@ -306,14 +306,15 @@ class _Analysis:
             if letter in signature.whole and role is Role.ROWS:
                 role = Role.ROWS if self._is_carried(node, signature, letter, letters) else Role.WHOLE
             roles[letter] = role
-        for letter, (source, _) in signature.shifts.items():
+        for letter, window in signature.windows.items():
+            source = window.of
             if (letter in roles) != (source in roles):  # cut out of, or put into, something that is no sequence
                 roles[letter if letter in roles else source] = Role.WHOLE
             elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
-        for letter, rows in signature.blocks.items():
-            if self._are_own_blocks(node, letter, rows):
-                roles[letter] = roles[rows] = Role.ROWS
+        for letter, tile in signature.tiles.items():
+            if self._are_own_blocks(node, letter, tile.of):
+                roles[letter] = roles[tile.of] = Role.ROWS
         return roles
 
     def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
@@ -328,7 +329,8 @@ class _Analysis:
     def _is_carried(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
         """Whether an operator deals with a single row, or its rows follow one another in the direction of its half's loops."""
         is_backward = node not in self.joint.forward
-        moves = letter in signature.single or signature.scans.get(letter) == is_backward
+        index = signature.index[letter]
+        moves = isinstance(index, SingleRow) or index == Scan(reverse=is_backward)
         return len(letters) == 1 and self._is_alone(node, letter) and moves
 
     def _is_alone(self, node: fx.Node, letter: Letter) -> bool:
@@ -345,7 +347,7 @@ class _Analysis:
             return False
         if Role.KEYS not in roles.values():
             return True
-        start = self.axes.signatures[node].shifts[letter][1]
+        start = self.axes.signatures[node].windows[letter].start
         return bool(start + sequence.members[operand[0]][0] == sequence.members[result[0]][0])
 
     def _must_be_whole(self, node: fx.Node, signature: Signature, roles: dict[Letter, Role], made: tuple[Shape, ...]) -> bool:

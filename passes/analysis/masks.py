@@ -161,7 +161,7 @@ class Masks:
     def _padded(self, node: fx.Node) -> Pieces:
         """More heads; padded rows or keys would move delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
-        moves = signature is None or any(letter in signature.shifts for letter in self._demand.roles.get(node, {}))
+        moves = signature is None or any(letter in signature.windows for letter in self._demand.roles.get(node, {}))
         return self._anything(node) if moves or not self._is_pair(source) else self._evaluated(node)
 
     # -- buffers that hold a mask: patterns of column - row of their last two dimensions
@@ -250,7 +250,7 @@ class Masks:
     def _square_slice(self, node: fx.Node, source: fx.Node) -> Pieces:
         """A slice that starts at the first row keeps delta; another start would shift it."""
         signature = self._axes.signatures.get(node)
-        starts = [start for _, start in signature.shifts.values()] if signature is not None else [None]
+        starts = [window.start for window in signature.windows.values()] if signature is not None else [None]
         known = self.of(source) if source in self._pieces else self._operand(source, node)
         return known if all(start == 0 for start in starts) else self._anything(node)
 

@@ -96,9 +96,9 @@ def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
 def shift_links(axes: AxisFacts) -> list[Link]:
     links = []
     for node, signature in axes.signatures.items():
-        for letter, (source_letter, start) in signature.shifts.items():
-            source = axes.table.resolve(axes.letters[node][source_letter])
+        for letter, window in signature.windows.items():
+            source = axes.table.resolve(axes.letters[node][window.of])
             target = axes.table.resolve(axes.letters[node][letter])
             if len(source) == len(target) == 1:
-                links.append((source[0], target[0], start + signature.reach.get(letter, 0), node in axes.static))
+                links.append((source[0], target[0], window.start + window.reach, node in axes.static))
     return links

@@ -12,6 +12,7 @@ from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_
 from streamfx.ir.needs import OWN_ROWS, Need
 from streamfx.ir.program import CHUNK, Same, Shifted
 from streamfx.ir.recurrence import Plan
+from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import size_of
 from streamfx.passes.codegen.adders import arranged
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits, mean_count
@@ -83,7 +84,8 @@ def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
 def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The row, if the chunk holds it; a slice of one row keeps its dimension."""
     signature, roles = builder.layout.axes.signatures[node], builder.layout.demand.roles.get(node, {})
-    found = next((item for item in signature.single.items() if roles.get(item[0]) is Role.ROWS), None)
+    singles = ((letter, index.number) for letter, index in signature.index.items() if isinstance(index, SingleRow))
+    found = next((item for item in singles if roles.get(item[0]) is Role.ROWS), None)
     if found is None:
         return emit_copy(builder, node)
     letter, row = found
@@ -101,7 +103,7 @@ def single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @emits(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
 def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Rows of an axis cut out of the sequence, or padded around it: those of the operand that exist, zeros elsewhere."""
-    if builder.layout.axes.signatures[node].single:
+    if any(isinstance(index, SingleRow) for index in builder.layout.axes.signatures[node].index.values()):
         return single_row(builder, node)
     (need,) = builder.layout.needs(node)
     moved = next((where for where in need.where if isinstance(where[2], Shifted)), None)
@@ -166,7 +168,7 @@ def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
 @emits(*FORWARD, *REVERSE)
 def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left: in this loop, or in one that ran the other way."""
-    (dim,) = builder.layout.axes.signatures[node].scans or (0,)
+    (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
     reverse = node.target in REVERSE

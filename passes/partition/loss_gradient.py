@@ -26,6 +26,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, Form, Role, known
 from streamfx.ir.joint import JointGraph, is_tensor
+from streamfx.ir.signature import Scan
 from streamfx.ir.stage import Stage, StageFacts
 from streamfx.passes.analysis.multiples import Multiple, multiples
 from streamfx.passes.operators.traits import is_expensive
@@ -71,7 +72,7 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
 def _is_scan(node: fx.Node, facts: Facts) -> bool:
     """Whether a node asks for the direction in which its own half's loops run."""
     signature = facts.axes.signatures.get(node)  # type: ignore[union-attr]
-    return signature is not None and bool(signature.scans)
+    return signature is not None and any(isinstance(index, Scan) for index in signature.index.values())
 
 
 def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:

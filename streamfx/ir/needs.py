@@ -101,9 +101,9 @@ class Layout:
             return self.span(node, asked)
         if role is Role.ROWS:
             signature = self.axes.signatures[node]
-            for other, (source, by) in signature.shifts.items():
-                if source == letter:
-                    return Shifted(self.rows(self.axes.letters[node][other]), by, signature.reach.get(other, 0))
+            for other, window in signature.windows.items():
+                if window.of == letter:
+                    return Shifted(self.rows(self.axes.letters[node][other]), window.start, window.reach)
         return None
 
     def distance(self, placement: Placement, selector: Selector) -> Span:

@@ -1,14 +1,15 @@
 """What an operator does with each axis, in einsum notation.
 
-A `Signature` names the dimensions of one operator's tensor operands and results by letters. A letter on both sides is
-kept, a letter missing on the right is contracted (summed), and a letter in `whole` must be seen in full, because the
-operator mixes its rows (softmax, sort, cumulative sum).
+A `Signature` names the dimensions of one operator's tensor operands and results by letters. A letter on both sides is kept, a
+letter missing on the right is contracted (summed); of any other letter it says which `Index` it is: what the operator does with
+the rows along it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from streamfx.ir.axes import Dim
@@ -20,17 +21,57 @@ LetterShape: TypeAlias = "tuple[LetterDim, ...]"
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The operator mixes its rows, and has to be given all of them: softmax, sort."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Each row takes in all rows before it, or, in `reverse`, all after it: a running sum."""
+
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class SingleRow:
+    """One row is taken out, or put in among zeros: this one."""
+
+    number: Size
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row i goes with the rows i + start .. i + start + reach of another letter: a slice, padding, a convolution.
+
+    `start` is negative for padding. Between two operands of a sum the same holds for a letter that both lose.
+    """
+
+    of: Letter
+    start: int
+    reach: int = 0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Each row is a block of rows of another letter: [(c l)] to [c l]."""
+
+    of: Letter
+
+
+Index: TypeAlias = Whole | Scan | SingleRow | Window | Tile
+
+
+def whole(*letters: Letter) -> dict[Letter, Index]:
+    """Letters along which an operator has to be given all rows."""
+    return dict.fromkeys(letters, Whole())
+
+
+@dataclass(frozen=True)
 class Signature:
     """The letters of one node.
 
-    `operands` follow the tensor arguments in the order of the call, `results` the outputs. `atoms` binds letters that
-    stand for less than a whole dimension. `shifts` maps a result's letter to (the operand's letter, start): row i of the
-    result is row i + start of the operand (slice), or the other way round where `start` is negative (padding). Where such a
-    letter has a `reach`, row i goes with all rows from i + start to i + start + reach (a convolution's window). Between two
-    operands of a sum the same holds for a letter that both lose.
-    `scans` maps a letter to whether its rows are scanned from the last to the first, each taking in all rows before it.
-    `single` maps a letter to the number of the one row that is taken from it, or put into it among zeros.
-    `blocks` maps a letter to another one that it cuts into blocks, each of its rows being one: [(c l)] to [c l].
+    `operands` follow the tensor arguments in the order of the call, `results` the outputs. `index` has the letters that are
+    neither kept nor contracted. `atoms` binds letters that stand for less than a whole dimension.
     `keys` marks the letters that run over keys where an attention operator knows it.
     `placed` marks the letters along which an operator counts: what it does with a row depends on the row's number.
     `combine` says how the parts of a contracted letter are put together.
@@ -38,28 +79,39 @@ class Signature:
 
     operands: tuple[LetterShape, ...]
     results: tuple[LetterShape, ...]
-    whole: frozenset[Letter] = frozenset()
+    index: Mapping[Letter, Index] = field(default_factory=dict)
     keys: frozenset[Letter] = frozenset()
     placed: frozenset[Letter] = frozenset()
     atoms: Mapping[Letter, Dim] = field(default_factory=dict)
-    shifts: Mapping[Letter, tuple[Letter, int]] = field(default_factory=dict)
-    reach: Mapping[Letter, int] = field(default_factory=dict)
-    scans: Mapping[Letter, bool] = field(default_factory=dict)
-    single: Mapping[Letter, Size] = field(default_factory=dict)
-    blocks: Mapping[Letter, Letter] = field(default_factory=dict)
     combine: str = "sum"
 
+    @cached_property
+    def whole(self) -> frozenset[Letter]:
+        """Letters along which the operator has to be given all rows, unless a loop in the right order may carry something."""
+        return frozenset(letter for letter, index in self.index.items() if not isinstance(index, Window))
+
+    @cached_property
+    def windows(self) -> dict[Letter, Window]:
+        return {letter: index for letter, index in self.index.items() if isinstance(index, Window)}
+
+    @cached_property
+    def tiles(self) -> dict[Letter, Tile]:
+        return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
+
     def letters(self) -> set[Letter]:
-        return {letter for shape in (*self.operands, *self.results) for dim in shape for letter in dim}
+        return _of((*self.operands, *self.results))
 
     def is_special(self, letter: Letter) -> bool:
         """Whether the operator does anything with a letter beside running along it."""
-        moved = {letter for item in self.shifts.items() for letter in (item[0], item[1][0])}
-        cut = {letter for item in self.blocks.items() for letter in item}
-        return letter in self.whole | self.keys | self.placed | moved | cut | set(self.scans) | set(self.single) | set(self.reach)
+        others = {index.of for index in self.index.values() if isinstance(index, (Window, Tile))}
+        return letter in self.index or letter in self.keys | self.placed | others
 
     def contracted(self, result: int = 0) -> set[Letter]:
         """Letters of the operands that result number `result` does not have."""
         kept = {letter for dim in self.results[result] for letter in dim}
-        kept |= {self.shifts[letter][0] for letter in kept if letter in self.shifts}
-        return {letter for shape in self.operands for dim in shape for letter in dim} - kept
+        kept |= {self.windows[letter].of for letter in kept if letter in self.windows}
+        return _of(self.operands) - kept
+
+
+def _of(shapes: Iterable[LetterShape]) -> set[Letter]:
+    return {letter for shape in shapes for dim in shape for letter in dim}

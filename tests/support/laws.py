@@ -100,7 +100,7 @@ def is_whole(one: Traced, atom: Atom) -> bool:
     """Whether the rule asks for all rows of an axis, or of one cut out of it."""
     signature, letters = one.axes.signatures[one.node], one.axes.letters[one.node]
     with_atom = {letter for letter, dim in letters.items() if atom in one.axes.table.resolve(dim)}
-    shifted = {source for letter, (source, _) in signature.shifts.items() if letter in with_atom}
+    shifted = {window.of for letter, window in signature.windows.items() if letter in with_atom}
     return bool((with_atom | shifted) & signature.whole)
 
 
@@ -135,7 +135,7 @@ def check(call: Call, chunk_size: int) -> Iterator[str]:
 def _only_cut(one: Traced, atom: Atom) -> bool:
     """A slice's own axis has no rows to give where the longer one is no sequence."""
     signature = one.axes.signatures[one.node]
-    return bool(signature.shifts)
+    return bool(signature.windows)
 
 
 def assert_same(actual: Tensor, truth: Tensor, where: str, random: bool) -> None:

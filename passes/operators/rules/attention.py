@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.signature import Index, Letter, LetterShape, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 # letters: batch, query heads, query rows, width, key heads, key rows, width of the values
 B, H, M, D, G, N, E = range(7)
-WHOLE = frozenset({D, E, H, G, N})  # keys are normalised over: parts of them do not add up
+WHOLE = whole(D, E, H, G, N)  # keys are normalised over: parts of them do not add up
 QUERY, KEY, VALUE, OUT, LSE = (
     ((B,), (H,), (M,), (D,)),
     ((B,), (G,), (N,), (D,)),
@@ -31,9 +31,9 @@ def _key_side(call: Call, query: int, key: int) -> tuple[LetterShape, LetterShap
     return KEY, VALUE
 
 
-def _whole(key: LetterShape) -> frozenset[Letter]:
+def _whole(key: LetterShape) -> dict[Letter, Index]:
     """Heads that share keys are needed together; heads with keys of their own have nothing to do with each other."""
-    return WHOLE if key is KEY else WHOLE - {H, G}
+    return WHOLE if key is KEY else whole(*WHOLE.keys() - {H, G})
 
 
 def _placed(call: Call) -> frozenset[Letter]:
@@ -46,7 +46,7 @@ def attention(call: Call) -> Signature:
     """(q, k, v, mask?) to (out, log-sum-exp)."""
     key, value = _key_side(call, 0, 1)
     mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
-    return Signature((QUERY, key, value, *mask), (OUT, LSE), whole=_whole(key), keys=frozenset({N}), placed=_placed(call))
+    return Signature((QUERY, key, value, *mask), (OUT, LSE), _whole(key), keys=frozenset({N}), placed=_placed(call))
 
 
 @rule(ATTENTION_BACKWARD)
@@ -57,7 +57,7 @@ def attention_backward(call: Call) -> Signature:
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),
-        whole=_whole(key),
+        _whole(key),
         keys=frozenset({N}),
         placed=_placed(call),
     )

@@ -8,12 +8,11 @@ A convolution over any number of axes whose kernel has one tap mixes channels al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.signature import LetterShape, Signature, Window, whole
 from streamfx.ir.sizes import Size
 from streamfx.passes.operators.rules.registry import Call, rule
 
@@ -22,19 +21,11 @@ aten = torch.ops.aten
 # letters: batch, channels in, rows in, channels out, rows out, taps of the window, channels of one group in and out
 B, C, S, F, T, K, CG, FG = range(8)
 FIRST_PLACE = 8  # where a kernel has one tap: the axes that it runs along
-WHOLE = frozenset({C, F, K, CG, FG})
-
-
-@dataclass(frozen=True)
-class Window:
-    """Row i of the result needs rows i + `start` to i + `start` + `reach` of the operand."""
-
-    start: int
-    reach: int
+WHOLE = whole(C, F, K, CG, FG)
 
 
 def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
-    """The window of a convolution over one axis in steps of one; None for any other."""
+    """The rows of the operand that a row of the result needs, for one axis in steps of one; None for any other convolution."""
     names = ("stride", "padding", "dilation", "output_padding")
     stride, padding, dilation, more = (arguments[name] for name in names)
     numbers = (taps, *stride, *padding, *dilation, *more)
@@ -43,7 +34,7 @@ def window_of(arguments: dict[str, Any], taps: Any) -> Window | None:
     if stride[0] != 1 or more[0] != 0:
         return None
     reach = dilation[0] * (taps - 1)
-    return Window(padding[0] - reach if arguments["transposed"] else -padding[0], reach)
+    return Window(S, padding[0] - reach if arguments["transposed"] else -padding[0], reach)
 
 
 def is_of_one_tap(arguments: dict[str, Any], weight: Sequence[Size]) -> bool:
@@ -56,12 +47,12 @@ def is_of_one_tap(arguments: dict[str, Any], weight: Sequence[Size]) -> bool:
 def _mixed_channels(call: Call) -> Signature:
     x, weight, y = _letters_of_one_tap(call, 0, call.shape)
     bias = (y[1],) * (len(call.operands) - 2)
-    return Signature((x, weight, *((dim,) for dim in bias)), (y,), whole=WHOLE)
+    return Signature((x, weight, *((dim,) for dim in bias)), (y,), WHOLE)
 
 
 def _mixed_channels_backward(call: Call) -> Signature:
     x, weight, y = _letters_of_one_tap(call, 1, call.shapes[0])
-    return Signature((y, x, weight), ((), weight, ()), whole=WHOLE)
+    return Signature((y, x, weight), ((), weight, ()), WHOLE)
 
 
 def _letters_of_one_tap(call: Call, x: int, result: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
@@ -85,9 +76,7 @@ def convolution(call: Call) -> Signature | None:
     return Signature(
         (x, weight, *((bias,) if bias else ())),
         (y,),
-        whole=WHOLE,
-        shifts={T: (S, window.start)},
-        reach={T: window.reach},
+        {**WHOLE, T: window},
     )
 
 
@@ -109,9 +98,7 @@ def weight_gradient(call: Call) -> Signature | None:
     return Signature(
         (y, x, weight),
         ((), weight, ()),
-        whole=WHOLE,
-        shifts={S: (T, -window.start - window.reach)},
-        reach={S: window.reach},
+        {**WHOLE, S: Window(T, -window.start - window.reach, window.reach)},
     )
 
 

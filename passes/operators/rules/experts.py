@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule, signatures
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 
@@ -12,4 +12,4 @@ signatures({GROUPED_MM: "s k, e! k n, s -> s n"})
 @rule(GROUPED_OUTER)
 def grouped_outer(call: Call) -> Signature:
     s, k, n, e = range(4)
-    return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), whole=frozenset({e}))
+    return Signature((((s,), (k,)), ((s,), (n,)), ((s,),)), (((e,), (k,), (n,)),), index=whole(e))

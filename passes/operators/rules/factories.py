@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -28,14 +28,14 @@ def constant_like_device_of(call: Call) -> Signature:
     """The operand only lends type and device."""
     result = tuple((i,) for i in range(len(call.shape)))
     own = tuple((len(result) + i,) for i in range(len(call.shapes[0])))
-    return Signature((own,), (result,), whole=frozenset(letter for dim in own for letter in dim))
+    return Signature((own,), (result,), whole(*(letter for dim in own for letter in dim)))
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default)
 def positions(call: Call) -> Signature:
     """Each element depends on its position: made whole, once."""
     result = tuple((i,) for i in range(len(call.shape)))
-    return Signature((), (result,), whole=frozenset(range(len(result))))
+    return Signature((), (result,), whole(*range(len(result))))
 
 
 @rule(aten.tril.default, aten.triu.default)

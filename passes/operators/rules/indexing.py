@@ -7,7 +7,7 @@ import math
 import torch
 
 from streamfx.ir.ranges import is_exact_in
-from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.signature import LetterShape, Signature, whole
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.passes.operators.values import Values
@@ -22,7 +22,7 @@ def embedding(call: Call) -> Signature:
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
-    return Signature(((vocabulary, width), index), ((*index, width),), whole=frozenset(vocabulary))
+    return Signature(((vocabulary, width), index), ((*index, width),), index=whole(*vocabulary))
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -33,7 +33,7 @@ def embedding_dense_backward(call: Call) -> Signature | None:
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
-    return Signature(((*index, width), index), ((vocabulary, width),), whole=frozenset(vocabulary))
+    return Signature(((*index, width), index), ((vocabulary, width),), index=whole(*vocabulary))
 
 
 @rule(aten.gather.default)
@@ -48,7 +48,7 @@ def gather(call: Call) -> Signature | None:
         return None
     letters = tuple((i,) for i in range(rank))
     looked = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((looked, letters), (letters,), whole=frozenset({rank}))
+    return Signature((looked, letters), (letters,), index=whole(rank))
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
@@ -62,7 +62,7 @@ def scatter(call: Call) -> Signature | None:
         return None
     letters = tuple((i,) for i in range(rank))
     index = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), whole=frozenset({dim, rank}))
+    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=whole(dim, rank))
 
 
 @rule(aten.index_select.default)
@@ -75,7 +75,7 @@ def index_select(call: Call) -> Signature | None:
     chosen = (rank,)
     result = (*letters[:dim], chosen, *letters[dim + 1 :])
     index = (chosen,) if call.shapes[1] else ()
-    return Signature((letters, index), (result,), whole=frozenset({dim}))
+    return Signature((letters, index), (result,), index=whole(dim))
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -85,7 +85,7 @@ def index(call: Call) -> Signature | None:
     if found is None:
         return None
     source, indices, result, looked = found
-    return Signature((source, *indices), (result,), whole=looked)
+    return Signature((source, *indices), (result,), whole(*looked))
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
@@ -99,7 +99,7 @@ def index_put(call: Call) -> Signature | None:
     values = tuple(rows[len(rows) - len(own) + i] if size != 1 else () for i, size in enumerate(own))
     adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
     positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
-    return Signature((target, *indices, values), (target,), whole=looked | positions)
+    return Signature((target, *indices, values), (target,), whole(*looked, *positions))
 
 
 @rule(aten.index_add.default)
@@ -112,8 +112,7 @@ def index_add(call: Call) -> Signature | None:
     target, chosen = tuple((i,) for i in range(rank)), (rank,)
     source = (*target[:dim], chosen, *target[dim + 1 :])
     adds_up = is_zero(call.operands[0]) and not _is_rounded_count(call)
-    whole = frozenset({dim}) if adds_up else frozenset({dim, rank})
-    return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole=whole)
+    return Signature((target, (chosen,) if call.shapes[1] else (), source), (target,), whole(dim, *([] if adds_up else [rank])))
 
 
 def _is_rounded_count(call: Call) -> bool:

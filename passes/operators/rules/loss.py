@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import LetterDim, LetterShape, Signature
+from streamfx.ir.signature import LetterDim, LetterShape, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -20,9 +20,8 @@ def nll_loss_forward(call: Call) -> Signature | None:
         return None
     scores, labels, v = _score_letters(len(call.shapes[0]))
     weight = ((v,),) * (len(call.operands) - 2)
-    rows = frozenset(letter for dim in labels for letter in dim)
-    whole = frozenset(v) | (rows if reduction == MEAN else frozenset())
-    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), whole=whole)
+    rows = [letter for dim in labels for letter in dim] if reduction == MEAN else []
+    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), whole(*v, *rows))
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -33,7 +32,7 @@ def nll_loss_backward(call: Call) -> Signature | None:
     scores, labels, v = _score_letters(len(call.shapes[1]))
     gradient = labels if call.shapes[0] else ()
     weight = ((v,),) * (len(call.operands) - 4)
-    return Signature((gradient, scores, labels, *weight, ()), (scores,), whole=frozenset(v))
+    return Signature((gradient, scores, labels, *weight, ()), (scores,), whole(*v))
 
 
 def _score_letters(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:

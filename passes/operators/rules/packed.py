@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamfx.cost.flops import PACKED
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, whole
 from streamfx.passes.operators.rules.registry import NAMED, Call
 
 
@@ -21,7 +21,7 @@ def packed_product(call: Call) -> Signature | None:
     return Signature(
         operands=((*rows, (contracted,)), *others),
         results=((*rows, (made,)),),
-        whole=frozenset(range(leading, used)),
+        index=whole(*range(leading, used)),
     )
 
 

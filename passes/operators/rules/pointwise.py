@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, whole
 from streamfx.passes.operators.rules.registry import Call, broadcast, rule
 
 aten = torch.ops.aten
@@ -62,11 +62,11 @@ def log_sigmoid_forward(call: Call) -> Signature:
 def view_as_complex(call: Call) -> Signature:
     kept = tuple((letter,) for letter in range(len(call.shape)))
     pair = len(call.shape)
-    return Signature(((*kept, (pair,)),), (kept,), whole=frozenset({pair}))
+    return Signature(((*kept, (pair,)),), (kept,), index=whole(pair))
 
 
 @rule(aten.view_as_real.default)
 def view_as_real(call: Call) -> Signature:
     kept = tuple((letter,) for letter in range(len(call.shape) - 1))
     pair = len(kept)
-    return Signature((kept,), ((*kept, (pair,)),), whole=frozenset({pair}))
+    return Signature((kept,), ((*kept, (pair,)),), index=whole(pair))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Scan, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.runtime.recurrences import Recurrence
 
@@ -13,4 +13,4 @@ def recurrence(call: Call) -> Signature:
     plan = call.node.target.plan  # type: ignore[union-attr]
     axes = plan.axes
     letters = Signature(axes.operands, axes.results).letters()
-    return Signature(axes.operands, axes.results, whole=frozenset(letters), scans={axes.rows: plan.own.reverse})
+    return Signature(axes.operands, axes.results, {**whole(*letters), axes.rows: Scan(plan.own.reverse)})

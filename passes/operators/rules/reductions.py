@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, whole
 from streamfx.passes.operators.rules.registry import Call, broadcast, rule
 
 aten = torch.ops.aten
@@ -29,8 +29,7 @@ def reduction(call: Call, summable: bool, combine: str = "sum") -> Signature:
     letters = tuple((i,) for i in range(rank))
     keep = call.arguments().get("keepdim", False)
     result = tuple(() if i in reduced else letters[i] for i in range(rank) if keep or i not in reduced)
-    whole = frozenset() if summable else frozenset(reduced)
-    return Signature((letters,), (result,) * len(call.result_shapes), whole=whole, combine=combine)
+    return Signature((letters,), (result,) * len(call.result_shapes), {} if summable else whole(*reduced), combine=combine)
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -75,13 +74,13 @@ def needs_all_rows(call: Call) -> Signature:
 def softmax(call: Call) -> Signature:
     """Rows are normalised along one dimension, which is needed whole."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), whole=frozenset({dim}))
+    return replace(broadcast(call), index=whole(dim))
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(call: Call) -> Signature:
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), whole=frozenset({dim}))
+    return replace(broadcast(call), index=whole(dim))
 
 
 @rule(
@@ -95,7 +94,7 @@ def softmax_backward(call: Call) -> Signature:
 def along_one_dimension(call: Call) -> Signature:
     """Each row depends on others along one dimension, whose length stays."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), whole=frozenset({dim}))
+    return replace(broadcast(call), index=whole(dim))
 
 
 @rule(aten.topk.default, aten.kthvalue.default)
@@ -105,7 +104,7 @@ def topk(call: Call) -> Signature:
     letters = tuple((i,) for i in range(rank))
     kept = () if len(call.shape) < rank else ((rank,),)
     result = (*letters[:dim], *kept, *letters[dim + 1 :])
-    return Signature((letters,), (result,) * len(call.result_shapes), whole=frozenset({dim, rank} if kept else {dim}))
+    return Signature((letters,), (result,) * len(call.result_shapes), index=whole(dim, *([rank] if kept else [])))
 
 
 @rule(aten.native_layer_norm.default)
@@ -116,7 +115,7 @@ def layer_norm(call: Call) -> Signature:
     letters = tuple((i,) for i in range(rank))
     affine = (letters[inner:],) * (len(call.operands) - 1)
     statistics = (*letters[:inner], *((),) * (rank - inner))
-    return Signature((letters, *affine), (letters, statistics, statistics), whole=frozenset(range(inner, rank)))
+    return Signature((letters, *affine), (letters, statistics, statistics), index=whole(*range(inner, rank)))
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -131,7 +130,7 @@ def layer_norm_backward(call: Call) -> Signature:
     shapes = (letters, letters[inner:], letters[inner:])
     results = tuple(dims if shape else () for dims, shape in zip(shapes, call.result_shapes, strict=True))
     operands = (letters, letters, statistics, statistics, *affine)
-    return Signature(operands, results, whole=frozenset(range(inner, rank)))
+    return Signature(operands, results, index=whole(*range(inner, rank)))
 
 
 @rule(aten._fused_rms_norm.default)
@@ -141,7 +140,7 @@ def rms_norm(call: Call) -> Signature:
     letters = tuple((i,) for i in range(rank))
     statistics = (*letters[:inner], *((),) * (rank - inner))
     affine = (letters[inner:],) * (len(call.operands) - 1)
-    return Signature((letters, *affine), (letters, statistics), whole=frozenset(range(inner, rank)))
+    return Signature((letters, *affine), (letters, statistics), index=whole(*range(inner, rank)))
 
 
 @rule(aten._fused_rms_norm_backward.default)
@@ -152,7 +151,7 @@ def rms_norm_backward(call: Call) -> Signature:
     statistics = (*letters[:inner], *((),) * (rank - inner))
     affine = (letters[inner:],) * (len(call.operands) - 3)
     results = (letters, letters[inner:])[: len(call.result_shapes)]
-    return Signature((letters, letters, statistics, *affine), results, whole=frozenset(range(inner, rank)))
+    return Signature((letters, letters, statistics, *affine), results, index=whole(*range(inner, rank)))
 
 
 @rule(aten.histc.default)
@@ -162,4 +161,4 @@ def histogram(call: Call) -> Signature | None:
     if not arguments["min"] < arguments["max"]:
         return None
     rank = len(call.shapes[0])
-    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), whole=frozenset({rank}))
+    return Signature((tuple((i,) for i in range(rank)),), (((rank,),),), index=whole(rank))

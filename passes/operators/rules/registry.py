@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.signature import Index, LetterShape, Signature, Whole
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.torch_private import OpOverload
 
@@ -76,7 +76,7 @@ def notation_rule(notation: str) -> Rule:
             return None
         numbers = count()
         letters: dict[str, int] = {}
-        whole: set[int] = set()
+        needed: dict[int, Index] = {}
 
         def read(tokens: Sequence[str], rank: int) -> LetterShape:
             names: list[str] = []
@@ -87,7 +87,7 @@ def notation_rule(notation: str) -> Rule:
             for name in names:
                 letter = letters.setdefault(name.rstrip("!"), next(numbers))
                 if name.endswith("!"):
-                    whole.add(letter)
+                    needed[letter] = Whole()
                 dims.append((letter,))
             return tuple(dims)
 
@@ -96,7 +96,7 @@ def notation_rule(notation: str) -> Rule:
         shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
         if any(len(dims) != len(shape) for dims, shape in shapes):
             return None
-        return Signature(operands, results, whole=frozenset(whole))
+        return Signature(operands, results, needed)
 
     return from_notation
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Scan, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, broadcast, rule
 from streamfx.runtime import scans
 
@@ -25,4 +25,4 @@ REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kin
 def scan(call: Call) -> Signature:
     """Whole along the scanned dimension, unless that is the sequence and the loop runs in the scan's direction."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(broadcast(call), whole=frozenset({dim}), scans={dim: call.node.target in REVERSE} if call.shape else {})
+    return replace(broadcast(call), index={dim: Scan(call.node.target in REVERSE)} if call.shape else whole(dim))

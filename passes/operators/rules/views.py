@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.joint import is_size, node_argument, shape_of_node
-from streamfx.ir.signature import LetterDim, LetterShape, Signature
+from streamfx.ir.signature import Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.torch_private.sizes import is_negative
@@ -31,7 +31,7 @@ def view(call: Call) -> Signature | None:
     if groups is None:
         return None
     before = call.dims(0)
-    numbers, atoms, whole, blocks = count(), dict[int, Dim](), set[int](), dict[int, int]()
+    numbers, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
     operand, result = list[int](), list[int]()
     old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
     while old and new:
@@ -45,11 +45,11 @@ def view(call: Call) -> Signature | None:
         for letter, atom in zip((*own, *other), (*old[:taken], *new[:made]), strict=True):
             atoms[letter] = (atom,)
         if not is_same:
-            whole.update((*own, *other))
-            blocks |= {other[0]: own[0]} if taken == 1 else {own[0]: other[0]}
+            tile, rows = (other, own) if taken == 1 else (own, other)
+            index |= {**whole(*own, *other), tile[0]: Tile(rows[0])}
         operand, result, old, new = operand + own, result + other, old[taken:], new[made:]
     letters = (_grouped(operand, before),), (_grouped(result, groups),)
-    return Signature(*letters, atoms=atoms, whole=frozenset(whole), blocks=blocks)
+    return Signature(*letters, index, atoms=atoms)
 
 
 def _step(call: Call, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
@@ -76,7 +76,7 @@ def view_of_bits(call: Call) -> Signature | None:
     if not operand:
         return None
     last = len(operand)
-    return Signature((operand,), ((*result[:-1], (last,)),), whole=frozenset({last - 1, last}))
+    return Signature((operand,), ((*result[:-1], (last,)),), index=whole(last - 1, last))
 
 
 @rule(aten.unsqueeze.default)
@@ -132,7 +132,7 @@ def select(call: Call) -> Signature:
     dim = call.arguments()["dim"] % len(letters)
     result = letters[:dim] + letters[dim + 1 :]
     index, length = call.arguments()["index"], call.shapes[0][dim]
-    return Signature((letters,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
+    return Signature((letters,), (result,), _single(call, dim, _from_start(index, length)))
 
 
 @rule(aten.select_backward.default)
@@ -142,7 +142,7 @@ def select_backward(call: Call) -> Signature:
     dim = call.arguments()["dim"] % len(result)
     operand = result[:dim] + result[dim + 1 :]
     index, length = call.arguments()["index"], call.shape[dim]
-    return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, _from_start(index, length)))
+    return Signature((operand,), (result,), _single(call, dim, _from_start(index, length)))
 
 
 def _from_start(index: Any, length: Size) -> Any:
@@ -150,11 +150,12 @@ def _from_start(index: Any, length: Size) -> Any:
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
-def _single(call: Call, dim: int, row: Any) -> dict[int, Size]:
-    """The number of the row that is taken; nothing where others are taken in the same way: a recurrence, row by row."""
+def _single(call: Call, dim: int, row: Any) -> dict[Letter, Index]:
+    """The row that is taken; all of them where others are taken in the same way: a recurrence, row by row."""
     node = call.node
     alike = (other for other in node.graph.find_nodes(op="call_function", target=node.target) if _is_alike(other, node))
-    return {} if isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW else {dim: row}
+    is_many = isinstance(row, fx.Node) or len(list(islice(alike, FEW + 1))) > FEW
+    return whole(dim) if is_many else {dim: SingleRow(row)}
 
 
 def _is_alike(one: fx.Node, other: fx.Node) -> bool:
@@ -174,7 +175,7 @@ def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature
     """Both sides have their own axis along `dim`, and need it whole; all other axes are kept."""
     operand = _own_letters(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
-    return Signature((operand,) * len(call.operands), (result,) * results, whole=frozenset({dim, rank}))
+    return Signature((operand,) * len(call.operands), (result,) * results, index=whole(dim, rank))
 
 
 def first_row(start: Any, length: Any) -> Size | None:
@@ -205,11 +206,11 @@ def slice_(call: Call) -> Signature | None:
         return None
     if kept == 1:
         result = (*operand[:dim], (), *operand[dim + 1 :])
-        return Signature((operand,), (result,), whole=frozenset({dim}), single=_single(call, dim, start))
+        return Signature((operand,), (result,), _single(call, dim, start))
     signature = _whole_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
-    return Signature(signature.operands, signature.results, shifts={rank: (dim, start)})
+    return Signature(signature.operands, signature.results, {rank: Window(dim, start)})
 
 
 @rule(aten.slice_backward.default)
@@ -226,11 +227,11 @@ def slice_backward(call: Call) -> Signature | None:
         return None
     if kept == 1:
         row = (*operand[:dim], (), *operand[dim + 1 :])
-        return Signature((row,), (operand,), whole=frozenset({dim}), single=_single(call, dim, start))
+        return Signature((row,), (operand,), _single(call, dim, start))
     signature = _whole_along(call, dim, rank)
     if call.arguments()["step"] != 1:
         return signature
-    return Signature(signature.operands, signature.results, shifts={rank: (dim, -start)})
+    return Signature(signature.operands, signature.results, {rank: Window(dim, -start)})
 
 
 @rule(aten.constant_pad_nd.default)
@@ -243,9 +244,8 @@ def constant_pad_nd(call: Call) -> Signature:
     if len(padded) == 1:
         (dim,) = padded
         before = pad[2 * (rank - 1 - dim)]
-        return Signature((operand,), (result,), shifts={rank + dim: (dim, -before)})
-    whole = frozenset(padded) | {rank + dim for dim in padded}
-    return Signature((operand,), (result,), whole=whole)
+        return Signature((operand,), (result,), {rank + dim: Window(dim, -before)})
+    return Signature((operand,), (result,), whole(*padded, *(rank + dim for dim in padded)))
 
 
 @rule(
@@ -263,10 +263,10 @@ def split(call: Call) -> Signature:
     operand = _own_letters(rank)
     if call.node.target is aten.unbind.int:
         kept = operand[:dim] + operand[dim + 1 :]
-        return Signature((operand,), (kept,) * len(call.result_shapes), whole=frozenset({dim}))
+        return Signature((operand,), (kept,) * len(call.result_shapes), index=whole(dim))
     pieces = range(rank, rank + len(call.result_shapes))
     results = tuple((*operand[:dim], (piece,), *operand[dim + 1 :]) for piece in pieces)
-    return Signature((operand,), results, whole=frozenset({dim, *pieces}))
+    return Signature((operand,), results, index=whole(dim, *pieces))
 
 
 @rule(aten.cat.default, aten.stack.default)
@@ -276,12 +276,12 @@ def cat(call: Call) -> Signature:
     dim = call.arguments()["dim"] % rank
     result = _own_letters(rank)
     if call.node.target is aten.stack.default:
-        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), whole=frozenset({dim}))
+        return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
     fresh = count(rank)
     operands = tuple(
         (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),) for shape in call.shapes
     )
-    return Signature(operands, (result,), whole=frozenset({dim, *range(rank, next(fresh))}))
+    return Signature(operands, (result,), index=whole(dim, *range(rank, next(fresh))))
 
 
 @rule(aten.repeat.default)
@@ -305,7 +305,7 @@ def select_scatter(call: Call) -> Signature:
     """One row is written over."""
     letters = _own_letters(len(call.shape))
     dim = call.arguments()["dim"] % len(letters)
-    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), whole=frozenset({dim}))
+    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=whole(dim))
 
 
 @rule(aten.slice_scatter.default)
@@ -315,7 +315,7 @@ def slice_scatter(call: Call) -> Signature:
     dim = call.arguments()["dim"] % rank
     letters = _own_letters(rank)
     written = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((letters, written), (letters,), whole=frozenset({dim, rank}))
+    return Signature((letters, written), (letters,), index=whole(dim, rank))
 
 
 @rule(aten.flip.default, aten.roll.default)
@@ -326,4 +326,4 @@ def reorder(call: Call) -> Signature:
     moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
     operand = _own_letters(rank)
     result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
-    return Signature((operand,), (result,), whole=frozenset(moved) | {rank + i for i in moved})
+    return Signature((operand,), (result,), whole(*moved, *(rank + i for i in moved)))
