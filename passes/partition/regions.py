@@ -26,7 +26,7 @@ from streamfx.ir.needs import Layout, Need
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.span import Span
 from streamfx.passes.operators.traits import is_expensive, producer_of
-from streamfx.passes.partition.rematerialization import Handover, operand_needs
+from streamfx.passes.partition.rematerialization import Rematerialization, operand_needs
 
 
 @dataclass
@@ -238,15 +238,15 @@ class _Placer:
         content = self.loops[number]
         outputs = content.stacked | content.summed | content.key_sums
         made = {node for earlier in range(number) for node in self.before.get(earlier, ()) if self._is_stored_product(node)}
-        handover = Handover(number, self.level, self.is_there, self.layout, made)
+        split = Rematerialization(number, self.level, self.is_there, self.layout, made)
         stored = {node for loop in self.loops.values() for node in loop.stacked | loop.key_sums}
-        taken = handover.cut(outputs, stored)
+        taken = split.cut(outputs, stored)
 
         def is_computed(need: Need) -> bool:
-            return need.operand not in taken and not handover.must_be_stored(need)
+            return need.operand not in taken and not split.must_be_stored(need)
 
         computed = set(outputs)
-        for _, need in handover.walk(outputs, is_computed):
+        for _, need in split.walk(outputs, is_computed):
             if is_computed(need):
                 computed.add(need.operand)
             else:

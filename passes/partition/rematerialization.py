@@ -31,7 +31,7 @@ def operand_needs(node: fx.Node, layout: Layout) -> tuple[Need, ...]:
     return layout.needs(producer_of(node))
 
 
-class Handover:
+class Rematerialization:
     """The values that loop `number` of a region takes from earlier ones.
 
     `level` says in which loop a value can first be made, `made` has the products that an earlier loop makes for itself.
