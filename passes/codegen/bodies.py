@@ -16,6 +16,7 @@ from torch import fx
 
 from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor
+from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import OWN_ROWS, Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
@@ -301,7 +302,7 @@ class BodyBuilder(BodyInputs):
         yields += [Kept(buffer, self.buffers[buffer].dtype) for buffer in self.states.values()]
         leaves = [*stacked, *kept]
         self.graph.output(tuple(outputs))
-        body = fx.GraphModule(torch.nn.Module(), self.graph)
+        body = LazyGraphModule(torch.nn.Module(), self.graph)
         self.symbols |= free_symbols([self.length])
         if not isinstance(chunk_size, int):
             self.symbols |= free_symbols([chunk_size.row_bytes, chunk_size.stream_bytes])

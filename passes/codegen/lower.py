@@ -20,6 +20,7 @@ from torch import fx
 
 from streamfx.cost.inductor import uses_inductor
 from streamfx.ir.facts import Facts, known
+from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, Number, Program, Same
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
@@ -153,7 +154,7 @@ def _segment(nodes: list[fx.Node], body: fx.GraphModule) -> Step:
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in outputs))
-    return Step.segment(fx.GraphModule(torch.nn.Module(), graph), inputs, outputs)
+    return Step.segment(LazyGraphModule(torch.nn.Module(), graph), inputs, outputs)
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, Form, known
 from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_of_node
+from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
@@ -162,7 +163,7 @@ def check_draws(region: Region, stage: Stage) -> None:
 
 
 def _finished(builder: OuterBuilder) -> fx.GraphModule:
-    module = fx.GraphModule(builder.module, builder.graph)
+    module = LazyGraphModule(builder.module, builder.graph)
     reuse_buffers(module)
     write_in_place(module)
     return module

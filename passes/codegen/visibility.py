@@ -17,6 +17,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import LoopSpec, Number, Part, Program, Same
 from streamfx.ir.structure import structure
 from streamfx.passes.operators.traits import is_random
@@ -155,7 +156,7 @@ def _program(
     literals = tuple(_literal(lasting[node]) for node in inputs)
     key = structure(graph), literals
     if key not in known:
-        known[key] = MaskProgram(fx.GraphModule(torch.nn.Module(), graph), literals)
+        known[key] = MaskProgram(LazyGraphModule(torch.nn.Module(), graph), literals)
     return known[key]
 
 
