@@ -168,19 +168,22 @@ def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
     if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
         found = gradients_in_chunks(source, gradient._cell)
         if found is not None:
-            return _apart(found)
+            return _apart(found, gradient)
     # whoever is given these expects plain tensors: the hidden states' gradient waits, too, where that of the logits does
-    return _apart(item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient))
+    found = [item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient)]
+    return _apart(found, gradient)
 
 
-def _apart(values: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Each in memory of its own: autograd may add the next gradient into any of them."""
-    places, found = set[int](), list[Tensor | None]()
+def _apart(values: Iterable[Tensor | None], given: Tensor) -> list[Tensor | None]:
+    """Each in memory of its own, or the very tensor that was given: autograd may add the next gradient into any other."""
+    places = set() if isinstance(given, DeferredTensor) else {given.untyped_storage().data_ptr()}
+    found = list[Tensor | None]()
     for value in values:
-        if value is not None and (place := value.untyped_storage().data_ptr()) in places:
-            value = value.clone()
-        elif value is not None:
-            places.add(place)
+        if value is not None and value is not given:
+            if (place := value.untyped_storage().data_ptr()) in places:
+                value = value.clone()
+            else:
+                places.add(place)
         found.append(value)
     return found
 
