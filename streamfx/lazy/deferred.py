@@ -176,16 +176,17 @@ def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:
 
 def _apart(values: Iterable[Tensor | None], given: Tensor) -> list[Tensor | None]:
     """Each in memory of its own, or the very tensor that was given: autograd may add the next gradient into any other."""
-    places = set() if isinstance(given, DeferredTensor) else {given.untyped_storage().data_ptr()}
-    found = list[Tensor | None]()
+    places, found = {_place(given)}, list[Tensor | None]()
     for value in values:
-        if value is not None and value is not given:
-            if (place := value.untyped_storage().data_ptr()) in places:
-                value = value.clone()
-            else:
-                places.add(place)
-        found.append(value)
+        place = None if value is given else _place(value)
+        found.append(value.clone() if value is not None and place is not None and place in places else value)
+        places.add(place)
     return found
+
+
+def _place(value: Tensor | None) -> int | None:
+    """Where a tensor's memory begins; None for one that has none, or none of its own."""
+    return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
 
 
 def deferred(source: Source, like: Tensor, values: Sequence[Any]) -> Tensor:
