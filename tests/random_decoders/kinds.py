@@ -89,7 +89,7 @@ def _features(decoder: Decoder, random: Random) -> Decoder:
     first, features = replace(decoder.layers[0], mixer="none"), random.choice(list(FEATURES))
     second = drawn(Layer, random, "core", "mlp")
     layers = (first, replace(first, **second))
-    return replace(decoder, layers=layers, embedding="given", features=features, extra="none", bend="none")
+    return replace(decoder, layers=layers, embedding="given", features=features, calls="one", extra="none", bend="none")
 
 
 def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
