@@ -103,7 +103,7 @@ class _Rewriter:
     def _assert(self, outer: OuterBuilder, early: bool) -> None:
         """Raise what the user's code raises: at the end of a half, where all that is asserted is known."""
         for node in self.joint.assertions:
-            if all(source in self.joint.forward or source.op != "call_function" for source in node.all_input_nodes) is early:
+            if self.joint.forward.issuperset(node.all_input_nodes) is early:
                 outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
