@@ -29,6 +29,9 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
 
 def _may_alias(target: Any) -> bool:
     """Whether an operator may return memory that it was given: those of a schema say so, of others nobody knows."""
-    if not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default:
-        return True
+    return not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default or is_view(target)
+
+
+def is_view(target: OpOverload) -> bool:
+    """Whether an operator's schema says that a result is part of an operand's memory."""
     return any(result.alias_info is not None for result in target._schema.returns)

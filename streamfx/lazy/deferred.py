@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from streamfx.lazy.cells import Cell, Step
 from streamfx.lazy.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.lazy.rebuild import Source
-from streamfx.lazy.steps import cast, is_cut_from, is_lazy_cast, is_part, is_view, is_wide, overwritten, postponed, viewed
+from streamfx.lazy.steps import cast, is_cut_from, is_lazy_cast, is_part, is_wide, overwritten, postponed, viewed
+from streamfx.passes.operators.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,

@@ -61,11 +61,6 @@ def is_cut_from(cell: Cell) -> bool:
 # -- views and casts
 
 
-def is_view(func: Any) -> bool:
-    """Whether a result is part of an operand's memory."""
-    return any(result.alias_info is not None for result in func._schema.returns)
-
-
 def viewed(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
     """Views of a deferred tensor are deferred (see NOTE [Memory shared by views]). `args` are those after the tensor."""
     step = Step(func, (cell, *args), kwargs)
