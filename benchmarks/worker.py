@@ -46,11 +46,12 @@ def analysis_seconds(training: Training) -> dict[str, Any]:
         found["began"] = time.process_time()
         return compiled(self, inputs)
 
-    def run_pipeline(facts: Any, options: Any, after: Any = None) -> Any:
+    def run_pipeline(capture: Any, options: Any, after: Any = None) -> Any:
         start = time.process_time()
-        found["tracing"], found["nodes"] = start - found["began"], len(facts.joint.nodes)
+        found["tracing"], found["nodes"] = start - found["began"], len(capture().joint.nodes)
+        start = time.process_time()
         try:
-            return passes(facts, options, after)
+            return passes(capture, options, after)
         finally:
             found["passes"] = time.process_time() - start
 

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import copied
 from streamfx.options import Options
 from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.causality import Causality
@@ -74,33 +73,33 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
     )
 
 
-def run_pipeline(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
-    """Run all passes; `after` sees each pass's product. Without a sequence axis nothing is rewritten.
+def run_pipeline(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
+    """Run all passes on a graph of their own, which `capture` makes; `after` sees each pass's product. Without a sequence axis
+    nothing is rewritten.
 
     Where a pass cannot run an operator in a loop, that operator is to run whole, and all passes run once more.
     """
+    whole: dict[str, str] = {}
     while True:
-        attempt = replace(facts, joint=copied(facts.joint))
         try:
-            return _within_budget(attempt, options, after)
+            return _within_budget(lambda: replace(capture(), whole=dict(whole)), options, after)
         except RunsWhole as found:
-            if found.name in facts.whole:
+            if found.name in whole:
                 raise
-            facts = replace(facts, whole={**facts.whole, found.name: found.why})
+            whole[found.name] = found.why
 
 
-def _within_budget(facts: Facts, options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+def _within_budget(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
     """Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried."""
     steps = pipeline(options)
     if options.memory_budget is None:
-        return _run(facts, steps, options, after)
-    spare = replace(facts, joint=copied(facts.joint))
+        return _run(capture(), steps, options, after)
     try:
-        return _run(facts, steps, options, after)
+        return _run(capture(), steps, options, after)
     except OverBudget as error:
         try:
             without = [LossGradient(False) if isinstance(step, LossGradient) else step for step in steps]
-            return _run(spare, without, options, after)
+            return _run(capture(), without, options, after)
         except OverBudget as other:
             raise min(error, other, key=lambda item: item.smallest) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,19 +192,13 @@ class Compilation:
         self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
-        facts = captured(
-            joint,
-            count,
-            num_fwd_outputs,
-            static,
-            self.patterns(count - number_of_tokens(joint.graph)),
-            mutated_inputs(joint.graph),
-        )
+        patterns = self.patterns(count - number_of_tokens(joint.graph))
+        capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
             halves = plain()
-            if self.fits_as_it_stands(facts, *halves):
+            if self.fits_as_it_stands(capture(), *halves):
                 return halves
-        facts = self.analysed(facts)
+        facts = self.analysed(capture)
         if facts.program is None:
             tell_of_whole_graph(facts)
             return plain()
@@ -246,18 +241,17 @@ class Compilation:
         """Let Inductor have the graph as Dynamo gave it."""
         raise FitsWhole
 
-    def analysed(self, facts: Facts) -> Facts:
+    def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
-        joint = facts.joint
         try:
-            facts = run_pipeline(facts, self.options, after=show_product)
+            facts = run_pipeline(capture, self.options, after=show_product)
         except OverBudget:
             raise
         except Exception as error:
             if self.options.strict:
                 raise
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            facts = Facts(joint, failed=f"{type(error).__name__}: {error}")
+            facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         self.found(facts)
         if self.options.strict and (reasons := facts.reasons()):
             raise NotStreamed(
@@ -278,7 +272,8 @@ class Compilation:
         """A graph without gradients: the same forward loops, nothing saved."""
         weights = static_inputs() or self.parameters
         given = len(inputs) - number_of_tokens(module.graph)
-        facts = self.analysed(captured(module, len(inputs), len(_outputs(module)), weights, self.patterns(given)))
+        capture = partial(captured, module, len(inputs), len(_outputs(module)), weights, self.patterns(given))
+        facts = self.analysed(capture)
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
 

@@ -14,6 +14,7 @@ What a later loop needs of an earlier one is stored, or computed again: `remater
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -60,12 +61,15 @@ def place(
     reverse: bool,
 ) -> Region:
     """Distribute all that `outputs` need, down to `available` values, over loops."""
+    available = functools.cache(available)  # nothing is made in between
     outputs, nodes = list(outputs), _closure(outputs, available, order)
     early = _levels(nodes, available, layout, reverse)
     first = _filled(outputs, available, layout, nodes, early, reverse)
     if len(first.loops) < 2:
         return first
     late = _latest(nodes, early, available, layout, reverse)
+    if late == early:
+        return first
     last = _filled(outputs, available, layout, nodes, late, reverse)
     return min((first, last), key=lambda region: _stored(region, set(outputs), layout))
 

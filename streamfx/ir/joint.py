@@ -110,11 +110,6 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
     )
 
 
-def copied(joint: JointGraph) -> JointGraph:
-    """The same with a graph of its own."""
-    return joint_graph(graph_copy(joint.graph), len(joint.primals), len(joint.outputs))
-
-
 def graph_copy(graph: fx.Graph) -> fx.Graph:
     """A graph of the same operators. (`deepcopy` also copies how arguments are packed, of which torch warns.)"""
     own = fx.Graph()

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -217,8 +218,8 @@ class Recorded(Compilation):
     def facts_for(self, options: Options) -> Facts:
         assert self.joint is not None
         num_primals, num_outputs, static = self.joint_arguments
-        facts = captured(self.joint, num_primals, num_outputs, static, self.patterns(num_primals))
-        return run_pipeline(facts, options)
+        capture = partial(captured, self.joint, num_primals, num_outputs, static, self.patterns(num_primals))
+        return run_pipeline(capture, options)
 
     def joint_values(self) -> list[Any]:
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
