@@ -66,7 +66,7 @@ class _Cutter:
         bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
         forwards = [self.forward[low:high] for low, high in pairwise(bounds)]
         stage_of = {node: i for i, nodes in enumerate(forwards) for node in nodes}
-        crossing = [self.crossing_forward(stage_of, i) for i in range(len(forwards))]
+        crossing = [self.crossing_forward(nodes, stage_of, i) for i, nodes in enumerate(forwards)]
         backwards = self.backward_segments(stage_of, len(forwards), {node for nodes in crossing for node in nodes})
         segment_of = {node: i for i, nodes in enumerate(backwards) for node in nodes}
         names = stage_names(forwards)
@@ -172,15 +172,14 @@ class _Cutter:
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
         return elements * int(node.meta["val"].element_size())
 
-    def crossing_forward(self, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+    def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Streamed values of a stage that later stages or the caller use."""
         return [
             node
-            for node, own in stage_of.items()
-            if own == stage
-            and is_tensor(node)
+            for node in nodes
+            if is_tensor(node)
             and self.is_streamed(node)
-            and (node in self.outputs or any(stage_of.get(user, own) > own for user in node.users))
+            and (node in self.outputs or any(stage_of.get(user, stage) > stage for user in node.users))
         ]
 
     # -- backward

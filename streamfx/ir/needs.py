@@ -81,10 +81,14 @@ class Layout:
 
     def needs(self, node: fx.Node, asked: Span | None = None) -> tuple[Need, ...]:
         """The needs of an operator that runs inside a loop, one per tensor operand."""
-        known = self._needs.get((node, asked))
+        key = (node, asked if self._takes_keys_asked_for(node) else None)
+        known = self._needs.get(key)
         if known is None:
-            known = self._needs[node, asked] = tuple(self._found_needs(node, asked))
+            known = self._needs[key] = tuple(self._found_needs(node, asked))
         return known
+
+    def _takes_keys_asked_for(self, node: fx.Node) -> bool:
+        return node not in self.causality.spans and Role.KEYS in self.demand.roles.get(node, {}).values()
 
     def _found_needs(self, node: fx.Node, asked: Span | None) -> Iterator[Need]:
         signature, roles = self.axes.signatures[node], self.demand.roles.get(node, {})
