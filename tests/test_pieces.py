@@ -14,7 +14,13 @@ from streamfx.ir.ranges import Range, constant
 DELTAS = range(-40, 41)
 ORDINARY, UNKNOWN = Range(-9, 9), Range(-math.inf, math.inf, True)
 RELATIONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne}
-slopes = st.builds(Slope, st.integers(-3, 3), st.integers(-9, 9))
+slopes = st.builds(
+    lambda factor, offset, unit, rest: Slope(factor * unit, offset * unit + rest),
+    st.integers(-3, 3),
+    st.integers(-9, 9),
+    st.sampled_from([1, 1, 2**55]),
+    st.sampled_from([0, 0, -3, 3]),
+)
 facts = st.one_of(st.builds(constant, st.integers(-2, 2)), slopes, st.sampled_from([ORDINARY, UNKNOWN]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamfx.ir.ranges import Range, constant, everything, hull, in_type, is_exact_in
 from streamfx.passes.operators.values import TRANSFERS, Values
-from tests.support.values import ASSUMED, HURTING, TYPES, Sample, samples, traced_values
+from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, Sample, samples, traced_values
 
 aten = torch.ops.aten
 INF = math.inf
@@ -76,6 +77,26 @@ def test_transfer_functions_hold(sample: Sample) -> None:
             assert holds(known, result), (
                 f"{sample} seed {seed} result {position}: {known} does not hold {result.flatten()[:8]}\n{graph}"
             )
+
+
+EDGES = [-1200.0, -746, -745.13, -745, -709.5, -705, -701, -104.5, -103, -88.5, -87, -17.5, -17, -10, -9, -1e-4, -1e-9, -1e-310]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_functions_hold_where_types_end(dtype: torch.dtype) -> None:
+    """Nothing is taken for zero, or for infinite, that is only very small or very large."""
+    edges = [*EDGES, *(-edge for edge in EDGES), 710.3]
+    for operator, row in TRANSFERS.items():
+        if not row.elementwise or row.is_exact or "self" not in row.names:
+            continue
+        for one, other in itertools.pairwise(sorted(edges)):
+            call = Drawn(operator, (torch.tensor([one, other], dtype=dtype),), {}, True)
+            try:
+                results = call.run()
+            except RuntimeError:  # it takes more than one operand
+                break
+            known = call.traced()[1](0)
+            assert holds(known, results[0]), f"{operator} of {one} and {other}: {known} does not hold {results[0]}"
 
 
 def test_each_transfer_function_has_a_sample() -> None:
@@ -218,3 +239,13 @@ def test_ranges_join() -> None:
     assert hull(constant(1), constant(3)) == Range(1, 3)
     assert hull(Range(0, 1, True), constant(3)) == Range(0, 3, True)
     assert constant(math.nan) == Range(-INF, INF, True)
+
+
+def test_a_zero_has_either_sign() -> None:
+    """What divides by it is infinite of either sign: nothing that hides keys follows from `1 / (x * 0)`."""
+
+    def function(x: Tensor) -> Tensor:
+        return (x * 0).reciprocal()
+
+    found = list(traced_values(function, [torch.tensor([-1.0, 1.0])]))
+    assert found[-1][1] == Range(-INF, INF, True)

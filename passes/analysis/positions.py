@@ -236,14 +236,12 @@ def _cat(node: fx.Node, positions: Positions) -> Affine | None:
         return None
     factor = factors.pop() if factors else 0
     offset, position = facts[0].offset, 0
-    for fact, length in zip(facts, lengths, strict=True):
-        if fact.offset != offset + factor * position:
+    for fact, length in zip(facts[:-1], lengths, strict=False):
+        if fact.offset != offset + factor * position or not isinstance(length, int):
             return None
-        if not isinstance(length, int):
-            if fact is not facts[-1]:
-                return None
-            break
         position += length
+    if facts[-1].offset != offset + factor * position:
+        return None
     return _affine(factor, offset, dim)
 
 

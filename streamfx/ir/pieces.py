@@ -130,6 +130,6 @@ def absolute(slope: Slope) -> Pieces:
     """|factor * delta + offset|."""
     if slope.factor == 0:
         return everywhere(Slope(0, abs(slope.offset)))
-    edge = math.ceil(-slope.offset / slope.factor)
+    edge = -(slope.offset // slope.factor)  # the first delta >= -offset / factor
     rising = slope if slope.factor > 0 else Slope(-slope.factor, -slope.offset)
     return Pieces((edge,), (Slope(-rising.factor, -rising.offset), rising))

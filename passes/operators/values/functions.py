@@ -13,6 +13,7 @@ from streamfx.passes.operators.values.arithmetic import ANYTHING, ONE, minus, ne
 from streamfx.passes.operators.values.transfer import Call, elementwise
 
 aten = torch.ops.aten
+LEAST = 5e-324
 ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are this much wider
 
 
@@ -54,18 +55,28 @@ def _log1p(x: float) -> float:
     return -INFINITY if x == -1 else math.log1p(x)
 
 
+def _exp(x: float) -> float:
+    """No zero where a device may find one of the least numbers that there are."""
+    return 0.0 if x < -800 else max(math.exp(x), LEAST)
+
+
 def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    share = _exp(-abs(x))
+    return 1 / (1 + share) if x > 0 else share / (1 + share)
 
 
 def _softplus(x: float) -> float:
-    return x if x > 30 else math.log1p(math.exp(x))
+    return x if x > 30 else math.log1p(_exp(x))
+
+
+def _sinh(x: float) -> float:
+    return math.copysign(_value(math.sinh, abs(x)), x)
 
 
 RISING: dict[Any, Callable[..., Range]] = {
-    aten.exp.default: _rising(lambda x: math.exp(x) if x < 710 else INFINITY),
-    aten.exp2.default: _rising(lambda x: 2.0**x if x < 1025 else INFINITY),
-    aten.expm1.default: _rising(lambda x: math.expm1(x) if x < 710 else INFINITY),
+    aten.exp.default: _rising(_exp),
+    aten.exp2.default: _rising(lambda x: 0.0 if x < -1150 else max(2.0**x, LEAST)),
+    aten.expm1.default: _rising(math.expm1),
     aten.log.default: _rising(_log, 0),
     aten.log2.default: _rising(lambda x: _log(x) / math.log(2), 0),
     aten.log10.default: _rising(lambda x: _log(x) / math.log(10), 0),
@@ -73,13 +84,19 @@ RISING: dict[Any, Callable[..., Range]] = {
     aten.sqrt.default: _rising(math.sqrt, 0),
     aten.tanh.default: _rising(math.tanh),
     aten.sigmoid.default: _rising(_sigmoid),
-    aten.erf.default: _rising(math.erf),
     aten.atan.default: _rising(math.atan),
     aten.asinh.default: _rising(math.asinh),
-    aten.sinh.default: _rising(lambda x: math.sinh(x) if abs(x) < 710 else math.copysign(INFINITY, x)),
+    aten.sinh.default: _rising(_sinh),
 }
 for _operator, _transfer in RISING.items():
     elementwise(_operator, exact=False)(_transfer)
+
+
+@elementwise(aten.erf.default, exact=False)
+def _erf(self: Range) -> Range:
+    """Devices approximate it to so many digits after the point, however small it is."""
+    known = _rising(math.erf)(self)
+    return Range(known.low - 1e-6, known.high + 1e-6, known.nan)
 
 
 def _stepping(function: Callable[[Any], Number]) -> Callable[..., Range]:

@@ -7,8 +7,9 @@ covered by it. Nothing is known of what an operator without a row makes, but its
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import LONGEST, Range, are_assumed, constant, everything, hull, in_type
+from streamfx.ir.ranges import LONGEST, Number, Range, are_assumed, constant, everything, hull, in_type
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -188,7 +189,22 @@ def _elementwise(node: fx.Node, row: Row, arguments: dict[str, Any], reader: Rea
         return folded
     converted = {name: item if name in CONDITIONS else _as_computed(item, arguments[name], dtype) for name, item in known.items()}
     more = {"call": Call(node, reader, arguments)} if row.takes_call else {}
-    return row.function(**{**arguments, **converted, **more})
+    found = row.function(**{**arguments, **converted, **more})
+    if row.is_exact:
+        return found  # type: ignore[no-any-return]
+    return tuple(_near_zero(item, dtype) for item in found) if isinstance(found, tuple) else _near_zero(found, dtype)
+
+
+def _near_zero(known: Range, dtype: torch.dtype) -> Range:
+    """Where a type ends, devices find nothing or a little for a function's value, each in its way."""
+    tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
+    least = tiny * 2.0**-60  # so far below what a type can hold there is nothing
+    low, high = known.low, known.high
+    if least < abs(low) < tiny:
+        low = 0 if low > 0 else -tiny
+    if least < abs(high) < tiny:
+        high = tiny if high > 0 else 0
+    return replace(known, low=low, high=high)
 
 
 def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
@@ -229,18 +245,36 @@ def _for_type(item: Any) -> Any:
 
 
 def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None:
-    """The operator itself, on numbers that are all known."""
-
-    def stand_in(item: fx.Node) -> Any:
-        value, number = item.meta["val"], numbers[item]
-        assert number is not None
-        return torch.full((1,) * value.dim(), number, dtype=value.dtype, device="cpu") if is_tensor(item) else number
-
+    """The operator itself, on numbers that are all known, but for the sign of a zero."""
     named = named_arguments(node, row.names) or {}
     numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}
     expected = results_of(node)[0]
     if expected is None or not any(is_tensor(item) for item in numbers) or len(numbers) < len(set(node.all_input_nodes)):
         return None
+    found = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]
+    made = [constant(number) if row.is_exact else about(number) for number in found if number is not None]
+    return hull(*made) if len(made) == len(found) else None
+
+
+def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
+    """The numbers with each zero of either sign: equal to all that compares them, not to what divides by them."""
+    return itertools.product(
+        *(
+            (-0.0, 0.0) if number == 0 and is_tensor(item) and item.meta["val"].is_floating_point() else (number,)
+            for item, number in numbers.items()
+        )
+    )
+
+
+def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype) -> Number | None:
+    """What an operator makes of operands that have one element each; None where it makes anything else, or nothing."""
+
+    def stand_in(item: fx.Node) -> Any:
+        value = item.meta["val"]
+        return (
+            torch.full((1,) * value.dim(), numbers[item], dtype=value.dtype, device="cpu") if is_tensor(item) else numbers[item]
+        )
+
     with unset_fake_temporarily():
         try:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
@@ -248,9 +282,8 @@ def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError):
             return None
-        if not isinstance(result, torch.Tensor) or result.dtype != expected.dtype or result.numel() != 1:
-            return None
-        return constant(result.item()) if row.is_exact else about(result.item())
+        is_one = isinstance(result, torch.Tensor) and result.dtype == dtype and result.numel() == 1
+        return result.item() if is_one else None  # type: ignore[no-any-return]
 
 
 def about(number: float) -> Range:
