@@ -18,6 +18,7 @@ from streamfx.passes.codegen.adders import arranged
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits, mean_count
 from streamfx.passes.operators.rules.attention import M, N
 from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
+from streamfx.passes.operators.rules.views import vanishing
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, single_rows, windows
@@ -55,6 +56,13 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if builder.layout.demand.form(node) is Form.SUM:
         return total
     return builder.graph.call_function(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
+
+
+@emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeezed(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Without the dimensions that vanish from the whole value: the size of a chunk of one row does not tell its rows from these."""
+    (operand,) = builder.operands(node)
+    return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
 
 
 @emits(aten.tril.default, aten.triu.default)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from streamfx.ir.axes import Atom
 from streamfx.ir.facts import AxisFacts, Facts, Form, SequenceAxis
-from streamfx.ir.joint import joint_graph
+from streamfx.ir.joint import JointGraph, is_tensor, joint_graph
 from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.analysis.axes import axes_of
@@ -113,8 +113,33 @@ def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tu
         if step.name not in ("canonicalize", "recurrences", "axes"):
             facts = step.apply(facts)
     assert facts.demand is not None and facts.program is not None
+    for loop in facts.program.loops:
+        loop.body = OfSameRank(loop.body, one.facts.joint)
     results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])
     return list(results), facts.demand.forms[one.node]
+
+
+class OfSameRank(torch.nn.Module):
+    """A body each value of which has as many dimensions as the value that it is a part of."""
+
+    def __init__(self, body: fx.GraphModule, joint: JointGraph) -> None:
+        super().__init__()
+        self.body, self.ranks = body, {node.name: node.meta["val"].dim() for node in joint.nodes if is_tensor(node)}
+
+    def forward(self, *inputs: Any) -> Any:
+        return _Ranks(self.body, self.ranks).run(*inputs)
+
+
+class _Ranks(fx.Interpreter):
+    def __init__(self, body: fx.GraphModule, ranks: Mapping[str, int]) -> None:
+        super().__init__(body)
+        self.ranks = ranks
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and (rank := self.ranks.get(n.meta.get("joint", ""))) is not None:
+            assert value.dim() == rank, f"{n.format_node()} makes {tuple(value.shape)} of a chunk, of {rank} dimensions"
+        return value
 
 
 def check(call: Call, chunk_size: int) -> Iterator[str]:

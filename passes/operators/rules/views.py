@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
-from streamfx.ir.joint import is_size, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node
 from streamfx.ir.signature import Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
@@ -89,13 +89,17 @@ def unsqueeze(call: Call) -> Signature:
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: Call) -> Signature:
-    """Dimensions of size one vanish; the others are told apart by what was asked to be squeezed."""
-    arguments, rank = call.arguments(), len(call.shapes[0])
-    asked = arguments.get("dim", range(rank))
-    asked = {dim % rank for dim in (asked if isinstance(asked, (list, tuple, range)) else (asked,))} if rank else set()
+    """Dimensions of size one vanish where they are asked to."""
+    gone = vanishing(call.node)
     letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
-    kept = tuple(dim for i, dim in enumerate(letters) if i not in asked or dim)
-    return Signature((letters,), (kept,))
+    return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in gone),))
+
+
+def vanishing(node: fx.Node) -> list[int]:
+    """The dimensions that `squeeze` takes from a whole value."""
+    shape, asked = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
+    dims = range(len(shape)) if asked is None else (asked if isinstance(asked, (list, tuple)) else [asked])
+    return sorted({dim % len(shape) for dim in dims if shape[dim] == 1}) if shape else []
 
 
 @rule(aten.expand.default)
