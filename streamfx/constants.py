@@ -17,7 +17,7 @@ from streamfx.torch_private import FakeTensor
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
-NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=True))  # ordinary numbers, as weights are
+NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as weights are
 
 
 def pattern_of(tensor: Tensor) -> Pieces | None:

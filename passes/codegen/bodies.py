@@ -43,7 +43,7 @@ from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rng import replay
-from streamfx.runtime.sizes import rows_in_chunk, rows_in_span, rows_shifted
+from streamfx.runtime.sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
 
 aten = torch.ops.aten
 Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
@@ -162,13 +162,23 @@ class BodyBuilder(BodyInputs):
         form = self.layout.demand.form(need.operand)
         if form is Form.KEYSUM:
             return self.completed(need)
-        if form is Form.PAIR or need.selector is None or self._is_own_rows(need):
+        if form is Form.PAIR or need.selector is None:
             return self.value(need.operand)
-        return self.prefix(need)
+        return self._of_own_rows(need) or self.prefix(need)
 
-    def _is_own_rows(self, need: Need) -> bool:
+    def _of_own_rows(self, need: Need) -> fx.Node | None:
+        """What an axis that lies beside the operand's takes of the chunk's own rows: it may begin later or end earlier."""
         placement, _, selector = need.where[0]
-        return isinstance(selector, Shifted) and self.layout.distance(placement, selector) == OWN_ROWS
+        if not isinstance(selector, Shifted) or self.layout.distance(placement, selector) != OWN_ROWS:
+            return None
+        if selector.rows == placement.rows:
+            return self.value(need.operand)  # type: ignore[no-any-return]
+        if (placement.outer, placement.inner) != (1, 1):
+            return None
+        value, own, length = self.value(need.operand), placement.rows, self.length
+        start = first_shifted(selector, own.length, length) - first_in_chunk(own, length)
+        count = rows_shifted(selector, own.length, length)
+        return self.graph.call_function(aten.slice.Tensor, (value, placement.dim, self.number(start), self.number(start + count)))
 
     def prefix(self, need: Need) -> fx.Node:
         """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""

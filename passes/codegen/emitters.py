@@ -9,7 +9,7 @@ from torch import fx
 
 from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
-from streamfx.ir.needs import OWN_ROWS, Need
+from streamfx.ir.needs import Need
 from streamfx.ir.program import CHUNK, Same, Shifted
 from streamfx.ir.recurrence import Plan
 from streamfx.ir.signature import SingleRow
@@ -28,7 +28,6 @@ from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
-    first_shifted,
     rows_before_shifted,
     rows_in_chunk,
     rows_shifted,
@@ -60,7 +59,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeezed(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Without the dimensions that vanish from the whole value: the size of a chunk of one row does not tell its rows from these."""
+    """Without the dimensions that vanish from the whole value: by its size a chunk of one row does not tell which."""
     (operand,) = builder.operands(node)
     return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
 
@@ -121,13 +120,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     assert isinstance(selector, Shifted)
     operand = builder.operand(need)
     own, length = placement.rows, builder.length
-    low = first_shifted(selector, own.length, length)
     count = rows_shifted(selector, own.length, length)
-    is_chunk = builder.outer(need.operand) is None and builder.layout.distance(placement, selector) == OWN_ROWS
-    if is_chunk:
-        start = low - first_in_chunk(own, length)
-        stop = builder.number(start + count)
-        operand = builder.graph.call_function(aten.slice.Tensor, (operand, placement.dim, builder.number(start), stop))
     before = rows_before_shifted(selector, own.length, length)
     after = rows_in_chunk(selector.rows, length) - count - before
     if node.target is aten.slice.Tensor:

@@ -27,6 +27,7 @@ SWAMPED_BY_HALF = -2.9e4
 SEEN_HALF = -5e3  # what a mask adds where products of +-10,000 do not lift what is hidden beside it
 ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
+LARGER = 1e12  # by more than this nothing ordinary is multiplied between two products
 TAME = 1e28  # between two products, weights and activations are multiplied up to here
 LONGEST = 2**31 - 1  # rows of any dimension whose size is not known before the run
 SLACK = 1e-12  # a bound that was computed is this much wider, for its own rounding
@@ -36,13 +37,14 @@ SLACK = 1e-12  # a bound that was computed is this much wider, for its own round
 class Range:
     """Every element is a number in [low, high], or NaN if `nan`.
 
-    `assumed` values are made of weights and activations alone: how large they are is assumed rather than proven.
+    How large weights and activations are is assumed rather than proven, and so is what is made of these alone: `assumed` says
+    by how much such a value was made larger since, by 2 for x * 2; 0 where the range is proven.
     """
 
     low: Number
     high: Number
     nan: bool = False
-    assumed: bool = field(default=False, compare=False)
+    assumed: Number = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         assert self.low <= self.high, f"no range: {self.low} .. {self.high}"
@@ -99,18 +101,28 @@ def activation(dtype: torch.dtype) -> Range:
     if not dtype.is_floating_point:
         return everything(dtype)
     most = ACTIVATION_HALF if dtype == torch.float16 else min(ACTIVATION, torch.finfo(dtype).max)
-    return Range(-most, most, assumed=True)
+    return Range(-most, most, assumed=1)
 
 
 def hull(*ranges: Range) -> Range:
     """The least range around all."""
     low, high = min(r.low for r in ranges), max(r.high for r in ranges)
-    return Range(low, high, any(r.nan for r in ranges), are_assumed(ranges))
+    return Range(low, high, any(r.nan for r in ranges), assumed_of(ranges))
 
 
-def are_assumed(ranges: Sequence[Range]) -> bool:
-    """Whether what is made of such values is made of weights and activations, and of nothing that is large by itself."""
-    return any(r.assumed for r in ranges) and all(r.assumed or r.magnitude <= ACTIVATION for r in ranges)
+def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
+    """What is assumed of a value that is one of others, or made of them: something where these are weights and activations, and
+    nothing beside them is large by itself.
+    """
+    sources = [r for r in ranges if r.assumed]
+    if not sources or any(not r.assumed and not r.magnitude <= ACTIVATION for r in ranges):
+        return 0
+    if made is None:
+        return max(r.assumed for r in sources)
+    larger, usual = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
+    if math.isfinite(made.magnitude) and 0 < usual < INFINITY:
+        larger = max(1, min(made.magnitude, larger * max(1, made.magnitude / usual)))
+    return larger if larger <= LARGER else 0
 
 
 def spread(low: Number, high: Number, nan: bool = False) -> Range:

@@ -68,6 +68,12 @@ def resume(
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:
+    """The chunk's first row is joined to the carry before the rest follows: in eager's order, in which what would be infinite by
+    itself need not be.
+    """
     rows = rows.to(carry.dtype)
-    within = from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)
-    return JOINED[kind](carry, within) if before else within
+    if before and rows.shape[dim]:
+        rows = rows.clone()
+        first = rows.narrow(dim, rows.shape[dim] - 1 if reverse else 0, 1)
+        first.copy_(JOINED[kind](carry, first))
+    return from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)

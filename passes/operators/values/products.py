@@ -33,7 +33,7 @@ def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
     if all(known.is_ordinary for known in operands):
         zero = any(known.is_zero for known in operands)
         usual = activation(dtype)
-        return Range(0, 0, nan) if zero else Range(usual.low, usual.high, nan, assumed=True)
+        return Range(0, 0, nan) if zero else Range(usual.low, usual.high, nan, assumed=1)
     most = math.prod((1.01 * count, *(known.magnitude for known in operands)))
     return Range(-most, most, nan) if most < torch.finfo(dtype).max else everything(dtype)
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import LONGEST, Number, Range, are_assumed, constant, everything, hull, in_type
+from streamfx.ir.ranges import LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -141,22 +141,22 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
         return unknown
     known = _elementwise(node, row, arguments, reader) if row.elementwise else row.function(Call(node, reader, arguments))
     found = known if isinstance(known, tuple) else (known,)
-    assumed = _is_assumed(node, row, reader)
     return tuple(
         everything(torch.float64)
         if result is None
-        else replace(made := in_type(item, result.dtype), assumed=made.assumed or assumed)
+        else replace(made := in_type(item, result.dtype), assumed=made.assumed or _assumed(node, row, reader, made))
         for item, result in zip((*found, *unknown[len(found) :]), results, strict=True)
     )
 
 
-def _is_assumed(node: fx.Node, row: Row, reader: Reader) -> bool:
+def _assumed(node: fx.Node, row: Row, reader: Reader, made: Range) -> Number:
     """Of the numbers that go into a result; where numbers say which others are taken, they do not."""
     operands = tensor_operands(node)
     if not row.elementwise:
         choose = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
-        return are_assumed([reader(item) for item in operands if item not in choose and item.meta["val"].is_floating_point()])
-    return are_assumed([*map(reader, operands), *(constant(item) for item in node.args if isinstance(item, (int, float)))])
+        return assumed_of([reader(item) for item in operands if item not in choose and item.meta["val"].is_floating_point()])
+    numbers = [constant(item) for item in node.args if isinstance(item, (int, float))]
+    return assumed_of([*map(reader, operands), *numbers], made)
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
