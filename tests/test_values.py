@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamfx.ir.ranges import Range, constant, everything, hull, in_type, is_exact_in
 from streamfx.passes.operators.values import TRANSFERS, Values
+from tests.support.spread import spread
 from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, Sample, samples, traced_values
 
 aten = torch.ops.aten
@@ -62,10 +63,11 @@ def test_whole_numbers_that_a_type_holds(dtype: torch.dtype, number: int) -> Non
 # -- one law for all transfer functions
 
 
+@pytest.mark.parametrize("seeds", spread([range(8), range(8, 400)], 2), ids=str)
 @pytest.mark.parametrize("sample", samples(), ids=str)
-def test_transfer_functions_hold(sample: Sample) -> None:
+def test_transfer_functions_hold(sample: Sample, seeds: range) -> None:
     """On numbers drawn to hurt, for every argument and type: what is computed lies in what is claimed for it."""
-    for seed in range(8):
+    for seed in seeds:
         call = sample.drawn(seed)
         graph, values = call.traced()
         try:
@@ -85,7 +87,7 @@ EDGES = [-1200.0, -746, -745.13, -745, -709.5, -705, -701, -104.5, -103, -88.5, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_functions_hold_where_types_end(dtype: torch.dtype) -> None:
     """Nothing is taken for zero, or for infinite, that is only very small or very large."""
-    edges = [*EDGES, *(-edge for edge in EDGES), 710.3]
+    edges = [*EDGES, *(-edge for edge in EDGES), 709.8, 710.3]
     for operator, row in TRANSFERS.items():
         if not row.elementwise or row.is_exact or "self" not in row.names:
             continue

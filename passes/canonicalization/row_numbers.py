@@ -8,6 +8,7 @@ x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y)
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ aten = torch.ops.aten
 SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
 NUMBERS = (torch.int64, torch.int32)  # types of row numbers
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+ORDERS = (aten.argsort.default, aten.argsort.stable)
+SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # values, and the places where they stood
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -73,17 +76,33 @@ def _sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gather(x, 0, expand(i)) -> x[i],  scatter_add(x, 0, expand(i), y) -> index_add(x, 0, i, y)
 
-    Where the index is a vector, repeated for all columns.
+    Where the index is a vector, repeated for all columns. x[i] takes negative numbers, too, which gather does not.
     """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
     index = _column(arguments["index"], width) if arguments["dim"] == 0 else None
     if index is None or shape_of_node(arguments["self"])[1:] != width:
         return None
     if node.target is aten.gather.default:
+        if not counts_from_start(index):
+            is_there = writer.call(aten.all.default, writer.call(aten.ge.Scalar, index, 0))
+            writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 0")
         return writer.call(aten.index.Tensor, arguments["self"], [index])
     if shape_of_node(arguments["src"]) != (*shape_of_node(index), *width):
         return None
     return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
+
+
+def counts_from_start(index: fx.Node) -> bool:
+    """Whether a vector of numbers is made by what makes no negative ones: the places of sorted elements, divided perhaps."""
+    while index.meta["val"].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
+        index = node_argument(index)
+    if index.target is operator.getitem:
+        return index.args[1] == 1 and node_argument(index).target in SORTS
+    return index.target in ORDERS or counts_up(index)
+
+
+def _is_share(node: fx.Node) -> bool:
+    return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
 
 
 def _column(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:

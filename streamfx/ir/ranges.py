@@ -131,10 +131,11 @@ def spread(low: Number, high: Number, nan: bool = False) -> Range:
         return Range(-INFINITY, INFINITY, True)
     if isinstance(low, int) and isinstance(high, int):
         return Range(low, high, nan)
-    return Range(_nudged(low, -SLACK), _nudged(high, SLACK), nan)
+    return Range(moved(low, -SLACK), moved(high, SLACK), nan)
 
 
-def _nudged(value: Number, share: float) -> Number:
+def moved(value: Number, share: float) -> Number:
+    """A bound that is so much larger, by a share of its size."""
     return value + share * abs(value) if math.isfinite(value) else value
 
 

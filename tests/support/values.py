@@ -211,7 +211,7 @@ def _argument(argument: Any, chance: random.Random, dtype: torch.dtype) -> Any:
         own = dtype if chance.random() < 0.7 else chance.choice(TYPES)
         return _numbers(chance, chance.choice([(5,), (), (1,)]), own)
     if kind in ("number", "float", "int", "Optional[number]", "Optional[float]"):
-        return chance.choice([1, 2, -3, 0, 3, 0.5, -2.5, 300, -1e30, 20, 1e10])
+        return chance.choice([1, 2, -3, 0, 3, 0.5, -2.5, 300, -1e30, 20, 1e10, INF, -INF])
     return None
 
 

@@ -116,8 +116,8 @@ def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
     known = over(self, other)
     if rounding_mode is None:
         return known
-    if math.isinf(self.magnitude) or math.isinf(known.magnitude):  # infinity, rounded down by a remainder, is NaN
-        return ANYTHING
+    if any(math.isinf(item.magnitude) for item in (self, other, known)):
+        return ANYTHING  # rounded down by a remainder infinity is NaN, and -1 over infinity is -1
     return Range(math.floor(known.low), math.ceil(known.high), known.nan)
 
 
@@ -132,6 +132,8 @@ def _remainder(call: Call, self: Range, other: Range) -> Range:
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
         return everything(call.dtype)
     whole = not call.dtype.is_floating_point
+    if not whole and _quotient(self.magnitude, other.low) > torch.finfo(call.dtype).max / 4:
+        return everything(call.dtype)
     return Range(0, other.high - 1 if whole else other.high)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull
+from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, moved
 from streamfx.passes.operators.values.arithmetic import ANYTHING, ONE, minus, negated, over, times
 from streamfx.passes.operators.values.transfer import Call, elementwise
 
@@ -33,11 +33,7 @@ def _rising(function: Callable[[float], float], low: Number = -INFINITY, high: N
 def _rough(low: Number, high: Number, nan: bool = False) -> Range:
     if low != low or high != high:
         return ANYTHING
-    return Range(_widened(low, -ROUGH), _widened(high, ROUGH), nan)
-
-
-def _widened(value: Number, share: float) -> Number:
-    return value + share * abs(value) if math.isfinite(value) else value
+    return Range(moved(low, -ROUGH), moved(high, ROUGH), nan)
 
 
 def _value(function: Callable[[float], float], x: Number) -> float:
@@ -214,13 +210,18 @@ def _whole_power(x: Number, power: int) -> Number:
 
 
 @elementwise(aten.tanh_backward.default, exact=False)
-def _tanh_backward(grad_output: Range, output: Range) -> Range:
-    return times(grad_output, minus(ONE, times(output, output)))
+def _tanh_backward(call: Call, grad_output: Range, output: Range) -> Range:
+    return times(grad_output, minus(ONE, _between(times(output, output), call.dtype)))
+
+
+def _between(known: Range, dtype: torch.dtype) -> Range:
+    """A number on the way to a result, which a device may round to the result's type."""
+    return hull(known, in_type(known, dtype))
 
 
 @elementwise(aten.sigmoid_backward.default, exact=False)
-def _sigmoid_backward(grad_output: Range, output: Range) -> Range:
-    return times(times(grad_output, minus(ONE, output)), output)
+def _sigmoid_backward(call: Call, grad_output: Range, output: Range) -> Range:
+    return times(_between(times(grad_output, minus(ONE, output)), call.dtype), output)
 
 
 @elementwise(aten.threshold_backward.default)

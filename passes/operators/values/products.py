@@ -13,9 +13,9 @@ from torch import fx
 
 from streamfx.cost.flops import PACKED
 from streamfx.ir.joint import tensor_operands
-from streamfx.ir.ranges import LONGEST, Range, activation, everything, hull
+from streamfx.ir.ranges import INFINITY, LONGEST, Range, activation, everything, hull
 from streamfx.passes.operators.traits import unpacks
-from streamfx.passes.operators.values.arithmetic import minus, plus, times
+from streamfx.passes.operators.values.arithmetic import plus, times
 from streamfx.passes.operators.values.moves import ZERO
 from streamfx.passes.operators.values.transfer import Call, Reader, count_of, longest, structural
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
@@ -26,14 +26,17 @@ aten = torch.ops.aten
 
 
 def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
-    """A sum of `count` products: an ordinary number if all are; else no larger than each of them times how many there are."""
+    """A sum of `count` products: an ordinary number where weights or activations are among ordinary ones; else no larger than
+    each of them times how many there are.
+    """
     nan = any(known.nan for known in operands)
     if not dtype.is_floating_point:
         return everything(dtype)
-    if all(known.is_ordinary for known in operands):
-        zero = any(known.is_zero for known in operands)
+    if any(known.is_zero for known in operands) and all(known.is_ordinary for known in operands):
+        return Range(0, 0, nan)
+    if any(known.assumed for known in operands) and all(known.is_ordinary for known in operands):
         usual = activation(dtype)
-        return Range(0, 0, nan) if zero else Range(usual.low, usual.high, nan, assumed=1)
+        return Range(usual.low, usual.high, nan, assumed=1)
     most = math.prod((1.01 * count, *(known.magnitude for known in operands)))
     return Range(-most, most, nan) if most < torch.finfo(dtype).max else everything(dtype)
 
@@ -79,9 +82,14 @@ def _convolution(call: Call) -> Range:
 
 @structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
 def _distance(call: Call) -> Range:
-    between = minus(call.range("x1"), call.range("x2"))
-    made = product(call.dtype, longest(call.shape("x1")[-1]), between, between)
-    return Range(0, made.high, made.nan)
+    """No more than all differences added up, for norms of order one and above; they are found by squares and products."""
+    one, other, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
+    apart = one.magnitude + other.magnitude
+    if not call.arguments["p"] >= 1 or count * apart * apart > torch.finfo(call.dtype).max / 4:
+        return Range(0, INFINITY, True)
+    if one.assumed or other.assumed:
+        return Range(0, max(activation(call.dtype).high, 1.01 * apart), one.nan or other.nan)
+    return Range(0, 1.01 * count * apart, one.nan or other.nan)
 
 
 @structural(GROUPED_MM, takes="x weight group")
@@ -99,7 +107,7 @@ def _attention(call: Call) -> tuple[Range, ...]:
     """Shares of the values; nothing where a row sees no key."""
     value = call.range("value")
     scores = product(call.dtype, longest(call.shape("query")[-1]), call.range("query"), call.range("key"))
-    nan = value.nan or scores.nan or math.isinf(scores.magnitude)
+    nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
     known = hull(value, ZERO)
     return (Range(known.low * 1.01, known.high * 1.01, nan),)
 

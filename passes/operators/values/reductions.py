@@ -88,7 +88,8 @@ def _var(call: Call) -> Range:
     known, correction = call.range("self"), call.arguments["correction"]
     if not known.is_finite or correction not in (None, 0, 1):
         return Range(0, INFINITY, True)
-    return Range(0, 2 * (known.high - known.low) ** 2, True)
+    apart = known.high - known.low + 1e-5 * known.magnitude  # their mean is rounded
+    return Range(0, 2 * float(apart) * float(apart), True)
 
 
 @structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
@@ -96,7 +97,9 @@ def _norm(call: Call) -> Range:
     known, order = call.range("self"), call.arguments["ord"]
     if order != 2:
         return everything(call.dtype)
-    count = reduced_count(call)
+    count, squares = reduced_count(call), float(known.magnitude) * float(known.magnitude)
+    if count * squares > torch.finfo(torch.float32 if call.dtype.itemsize < 4 else call.dtype).max:
+        return Range(0, INFINITY, known.nan)
     return Range(0, MORE * math.sqrt(count) * known.magnitude if count else 0, known.nan)
 
 

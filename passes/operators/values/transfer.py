@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type
+from streamfx.ir.ranges import INFINITY, LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type, moved
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -192,19 +192,21 @@ def _elementwise(node: fx.Node, row: Row, arguments: dict[str, Any], reader: Rea
     found = row.function(**{**arguments, **converted, **more})
     if row.is_exact:
         return found  # type: ignore[no-any-return]
-    return tuple(_near_zero(item, dtype) for item in found) if isinstance(found, tuple) else _near_zero(found, dtype)
+    return tuple(_at_ends(item, dtype) for item in found) if isinstance(found, tuple) else _at_ends(found, dtype)
 
 
-def _near_zero(known: Range, dtype: torch.dtype) -> Range:
-    """Where a type ends, devices find nothing or a little for a function's value, each in its way."""
-    tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
-    least = tiny * 2.0**-60  # so far below what a type can hold there is nothing
-    low, high = known.low, known.high
-    if least < abs(low) < tiny:
-        low = 0 if low > 0 else -tiny
-    if least < abs(high) < tiny:
-        high = tiny if high > 0 else 0
-    return replace(known, low=low, high=high)
+def _at_ends(known: Range, dtype: torch.dtype) -> Range:
+    """Where a type ends, devices find nothing or a little for a function's value, much or infinity, each in its way."""
+    if not dtype.is_floating_point:
+        return known
+    ends = torch.finfo(dtype)
+    rough = 2 * ends.eps if dtype in HALF_TYPES else 0  # which some round to on the way
+    low, high = moved(known.low, -rough), moved(known.high, rough)
+    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # further below what a type can hold there is nothing
+        low = 0 if low > 0 else -ends.tiny
+    if ends.tiny * 2.0**-60 < abs(high) < ends.tiny:
+        high = ends.tiny if high > 0 else 0
+    return replace(known, low=-INFINITY if low < -ends.max / 4 else low, high=INFINITY if high > ends.max / 4 else high)
 
 
 def _as_computed(known: Range, argument: Any, dtype: torch.dtype) -> Range:
@@ -249,6 +251,8 @@ def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None
     named = named_arguments(node, row.names) or {}
     numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}
     expected = results_of(node)[0]
+    if not row.is_exact and any(number is not None and math.isinf(number) for number in numbers.values()):
+        return None  # a function's value there differs from device to device
     if expected is None or not any(is_tensor(item) for item in numbers) or len(numbers) < len(set(node.all_input_nodes)):
         return None
     found = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]

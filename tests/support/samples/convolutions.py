@@ -30,6 +30,9 @@ def convolutions(s: Sizes) -> Iterator[tuple[Any, ...]]:
     yield s.draw(s.b, s.d, s.t, s.k), s.draw(s.d, 1, 1, 1), None, [1, 1], [0, 0], [1, 1], False, [0, 0], s.d
     yield s.draw(s.b, s.d, s.t), s.draw(s.d, s.v, 1), None, [1], [0], [1], True, [0], 1
 
+    yield s.draw(s.b, s.d, s.t), s.draw(s.k, s.d, 1), None, [1], [1], [1], False, [0], 1
+    yield s.draw(s.b, s.d, s.t + 2), s.draw(s.d, s.k, 1), None, [1], [1], [1], True, [0], 1
+
 
 def of_weight(s: Sizes, number: int) -> tuple[Any, ...]:
     x, weight, _, *others = list(convolutions(s))[number]
@@ -45,6 +48,6 @@ def of_weight_number(number: int) -> Sample:
     return lambda s: of_weight(s, number)
 
 
-for number in range(12):
+for number in range(14):
     sample(aten.convolution.default)(convolved(number))
     sample(aten.convolution_backward.default)(of_weight_number(number))
