@@ -41,7 +41,6 @@ from streamfx.torch_private import (
     asked_gradients,
     compile_whole,
     default_partition,
-    get_decompositions,
     is_held_by_model,
     keep_saved_tensors,
     mutated_inputs,
@@ -126,7 +125,7 @@ class Compilation:
             bw_compiler=self.run,
             inference_compiler=self.run_inference,
             partition_fn=self.partition,
-            decompositions=get_decompositions(TAKEN_APART),
+            decompositions=TAKEN_APART,
         )
         deferral = self.deferred = self.deferral()
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)

@@ -137,7 +137,7 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """On the rows of the chunk's windows, with zeros for those outside of the sequence."""
     x, *others = builder.layout.needs(node)
     if not x.where or not isinstance(x.selector, Shifted):
-        return emit_copy(builder, node)
+        return builder.graph.call_function(windows.mix_channels, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     rows, weight, *bias = (builder.operand(need) for need in (x, *others))
     around = _around(builder, x)
@@ -149,7 +149,7 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     gradient, *others = builder.layout.needs(node)
     if not gradient.where or not isinstance(gradient.selector, Shifted):
-        return emit_copy(builder, node)
+        return builder.graph.call_function(windows.mixing_gradient, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     operands = [builder.operand(need) for need in (gradient, *others)]
     options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])

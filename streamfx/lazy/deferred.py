@@ -251,9 +251,13 @@ def _tensor(cell: Cell, device: torch.device) -> DeferredTensor:
 
 def _let_gradient_spread(tensor: DeferredTensor) -> None:
     """See NOTE [Gradients that spread]; asked for when a tensor is used, since its `grad_fn` is not known when it is made."""
-    if tensor._is_part and torch.is_grad_enabled() and tensor.grad_fn is not None:
+    if not tensor._is_part or not torch.is_grad_enabled():
+        return
+    with reentrant_dispatch():  # autograd writes the history of a view anew where its base has been written to
+        made_by = tensor.grad_fn
+    if made_by is not None:
         tensor._is_part = False
-        tensor.grad_fn.register_prehook(_spreading)
+        made_by.register_prehook(_spreading)
 
 
 def _spreading(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

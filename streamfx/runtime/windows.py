@@ -46,5 +46,21 @@ def weight_gradient(
     return None, aten.convolution_backward(padded, rows, weight, *arguments)[1], None
 
 
+def mix_channels(rows: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """A convolution whose kernel has one tap, [b c ...], on a chunk that may be without a row."""
+    if 0 in rows.shape[2:]:
+        return rows.new_empty(rows.shape[0], _channels(weight, options[3], options[-1]), *rows.shape[2:])
+    made: Tensor = aten.convolution(rows, weight, bias, *options)
+    return made
+
+
+def mixing_gradient(gradient: Tensor, rows: Tensor, weight: Tensor, *options: Any) -> tuple[Any, Any, Any]:
+    """The part that a chunk's rows have in the gradient of its weight."""
+    if 0 in rows.shape[2:]:
+        return None, torch.zeros_like(weight), None
+    made: tuple[Any, Any, Any] = aten.convolution_backward(gradient, rows, weight, *options)
+    return made
+
+
 def _channels(weight: Tensor, transposed: bool, groups: int) -> int:
     return weight.shape[1] * groups if transposed else weight.shape[0]

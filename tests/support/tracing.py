@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
 from streamfx.passes.operators.rules import TAKEN_APART
-from streamfx.torch_private import get_decompositions
 from tests.support.exactness import (
     TOLERANCE,
     Recorded,
@@ -38,7 +37,7 @@ def traced(
         fw_compiler=recorded.run_forward,
         bw_compiler=recorded.run,
         partition_fn=recorded.partition,
-        decompositions=get_decompositions(TAKEN_APART),
+        decompositions=TAKEN_APART,
     )
     result: Tensor = compiled(*tensors)
     (scale * result if scale != 1.0 else result).backward()

@@ -1,16 +1,23 @@
 """Operators that AOTAutograd takes apart before any rule sees them.
 
 A mean of pointwise terms as a single operator (`mse_loss`) hides how many terms there are: rows of a chunk would be divided by
-the chunk's own number. Others hide which axis they mix. Their parts have rules.
+the chunk's own number. Others hide which axis they mix. Their parts have rules. What an operator asserts of its operands is
+asserted beside its parts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
+
+from streamfx.torch_private import get_decompositions
 
 aten = torch.ops.aten
 
-TAKEN_APART = (
+WHOLE_OPERATORS = (
     aten.mse_loss,
     aten.mse_loss_backward,
     aten.smooth_l1_loss,
@@ -19,7 +26,6 @@ TAKEN_APART = (
     aten.huber_loss_backward,
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
-    aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits,
     aten.glu,
@@ -29,3 +35,15 @@ TAKEN_APART = (
     aten.native_group_norm,
     aten.native_group_norm_backward,
 )
+
+
+def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
+    for name, probability in (("input", input), ("target", target)):
+        inside = ((probability >= 0) & (probability <= 1)).all()
+        torch._assert_async(inside, f"all elements of {name} should be between 0 and 1")
+    made: Tensor = _TORCHS[aten.binary_cross_entropy.default](input, target, weight, reduction)
+    return made
+
+
+_TORCHS: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
+TAKEN_APART: dict[Any, Callable[..., Any]] = {**_TORCHS, aten.binary_cross_entropy.default: _binary_cross_entropy}

@@ -257,7 +257,9 @@ def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None
         return None
     found = [_computed(node, dict(zip(numbers, signed, strict=True)), expected.dtype) for signed in _signed(numbers)]
     made = [constant(number) if row.is_exact else about(number) for number in found if number is not None]
-    return hull(*made) if len(made) == len(found) else None
+    if len(made) < len(found):
+        return None
+    return hull(*made) if row.is_exact else _at_ends(hull(*made), expected.dtype)
 
 
 def _signed(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
