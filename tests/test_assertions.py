@@ -84,7 +84,17 @@ def of_rows(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
     return model.head(x)[torch.arange(len(x)), last].square().mean()
 
 
-LOSSES = (of_all, of_a_sum, of_activations, of_gradients, of_classes, of_rows)
+def of_weights(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    """A weight for each label, looked up by what refuses negative numbers."""
+    weights = model.head.bias.detach().square().gather(0, labels.flatten())
+    return (F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten().abs(), reduction="none") * weights).sum()
+
+
+def of_probabilities(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy(model.head(x)[..., 0].sigmoid(), labels.double() / VOCABULARY)
+
+
+LOSSES = (of_all, of_a_sum, of_activations, of_gradients, of_classes, of_rows, of_weights, of_probabilities)
 
 
 def tokens(seed: int) -> Tensor:

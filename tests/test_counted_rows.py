@@ -122,6 +122,21 @@ def test_a_scan_begins_where_its_rows_begin(scan: Callable[[Tensor, int], Tensor
     compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_goes_on_in_eagers_order(reverse: bool) -> None:
+    """What is infinite within a chunk is nothing behind nothing, and finite behind what makes up for it."""
+
+    def function(inputs: Tensor) -> Tensor:
+        x = inputs[0].tanh()
+        numbers = (torch.arange(T) % 5 > 0).double() * 1e120, torch.tensor([1e308, -1.2e308, 1e308, -0.7e308]).repeat(T)[:T]
+        turned = [item.flip(0) if reverse else item for item in numbers]
+        product, total = turned[0].cumprod(0), turned[1].cumsum(0) / 1e308
+        scale = (product.flip(0), total.flip(0)) if reverse else (product, total)
+        return sum(((x * item[:, None]).square().sum() for item in scale), x.new_zeros(()))
+
+    compare_function(function, qkv(), (4, 1, 2, 9), tolerance=1e-12)
+
+
 @pytest.mark.parametrize("missing", [1, 2, 5])
 @pytest.mark.parametrize("side", ["keys", "queries"])
 def test_queries_in_front_of_the_first_key(side: str, missing: int) -> None:

@@ -79,6 +79,15 @@ def backward_saved_on_cpu(x: Tensor) -> None:
     total.backward()
 
 
+def backward_of_view_before_write(x: Tensor) -> Tensor:
+    """The view's first use is one that has no gradient."""
+    last = x[:, -1]
+    x.mul_(2)
+    best = last.argmax(-1)
+    (last * WEIGHTS[:, -1]).sum().backward()
+    return best
+
+
 BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: (x * WEIGHTS).sum().backward(),
     "its own": lambda x: x.backward(WEIGHTS),
@@ -93,6 +102,7 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "a retained gradient": backward_with_retained,
     "after a write": backward_after_write,
     "of a value that was then written into": backward_of_stale,
+    "of a view taken before a write": backward_of_view_before_write,
     "after a touch in inference mode": backward_after_inference,
     "reentrant checkpoint": lambda x: backward_checkpointed(x, True),
     "checkpoint": lambda x: backward_checkpointed(x, False),

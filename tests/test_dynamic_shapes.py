@@ -68,6 +68,37 @@ def test_dynamic_lengths_of_a_huggingface_model() -> None:
     check_streamed(backend.facts, True, {"causal"})
 
 
+class Joined(nn.Module):
+    """Attention over two documents, each with positions of its own: [B, T, 8] and as much again."""
+
+    def __init__(self, positions: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.w, self.positions = nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 3), positions
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        x, position = torch.cat((one, other), 1), self.positions(torch.arange(one.shape[1]))
+        scores = (x @ self.w @ x.transpose(1, 2)).masked_fill(position > position[:, None], -torch.inf)
+        return (torch.softmax(scores, -1) @ x).square().sum()
+
+
+JOINED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "twice": lambda p: torch.cat((p, p)),
+    "and a copy": lambda p: torch.cat((p, p.clone())),
+    "around others": lambda p: torch.cat((p, p[:3] * 5, p))[: 2 * len(p)],
+    "continued": lambda p: torch.cat((p, p + len(p))),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_positions_that_are_joined(name: str) -> None:
+    model = Joined(JOINED[name])
+    call = torch.compile(model, backend="streambp", options={"chunk_size": 8}, dynamic=True)
+    for length in (13, 21):
+        inputs = [torch.randn(2, length, 8, dtype=torch.float64) for _ in range(2)]
+        found, truth = (torch.autograd.grad(run(*inputs), model.w)[0] for run in (call, model))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
 class Buffered(nn.Module):
     """Attention with a mask in a buffer."""
 

@@ -29,6 +29,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "ends": (1, 6, 8),
     "pairs": (1, 12, 16),
     "numbers": (2, 4),
+    "few": (1, 22, 33, 42),
     "apart": (2, 5, 8, 10, 26),
     "asserted": (0, 1, 8),
     "features": (32, 34, 36),

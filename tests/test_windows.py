@@ -76,6 +76,11 @@ def of_one_tap(m: Mixed, x: Tensor) -> Tensor:
     return m.point(x.mT).mT
 
 
+def of_one_tap_on_a_part(m: Mixed, x: Tensor) -> Tensor:
+    """Chunks in front have no row of it."""
+    return F.pad(m.point(x[:, 11:].mT), (11, 0)).mT
+
+
 def turned_around(m: Mixed, x: Tensor) -> Tensor:
     return m.turned(x.mT)[..., : x.shape[1]].mT
 
@@ -138,6 +143,7 @@ CAUSAL: list[Mixer] = [
     dilated,
     in_groups,
     one_after_the_other,
+    of_one_tap_on_a_part,
     of_one_tap,
     turned_around,
     beside_attention,

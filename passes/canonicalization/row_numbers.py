@@ -97,7 +97,7 @@ def counts_from_start(index: fx.Node) -> bool:
     while index.meta["val"].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
         index = node_argument(index)
     if index.target is operator.getitem:
-        return index.args[1] == 1 and node_argument(index).target in SORTS
+        return bool(index.args[1] == 1) and node_argument(index).target in SORTS
     return index.target in ORDERS or counts_up(index)
 
 

@@ -242,6 +242,39 @@ ASSERTED: dict[str, tuple[str, ...]] = {
         "the loss asserted": "loss.detach() < 1e12",
     }.items()
 }
+FEW: dict[str, tuple[str, ...]] = {  # chunks of one row, or of none, and what depends on how many there are
+    "squeezed": ("term = ((x @ self.one[:, None]).squeeze() * x[..., 0] * self.two.sum()).mean()",),
+    "squeezed rows": ("z = x[:, t // 2 :].squeeze()", "term = (z * self.one).square().mean()"),
+    "squeezed at rows": ("term = (x.squeeze(1) * x * self.one).square().mean()",),
+    "squeezed at both": ("term = (torch.squeeze(x, (0, 1)) * self.one + x).square().mean()",),
+    "squeezed shares": (
+        _SHARES,
+        "term = (p[:, None].squeeze()[:, None] * self.one.sum()).square().mean()",
+    ),
+    "one tap, padded": (
+        "z = F.conv1d(x.transpose(1, 2), self.square[..., None], padding=1)",
+        "term = (z * self.one[:, None]).square().mean()",
+    ),
+    "one tap, cut": (
+        "z = F.conv_transpose1d(F.pad(x, (0, 0, 1, 1)).transpose(1, 2), self.square[..., None], padding=1)",
+        "term = (z * self.one[:, None]).square().mean()",
+    ),
+    "one tap, cut to less": (
+        "z = F.conv_transpose1d(torch.cat((x, x), 1).transpose(1, 2), self.square[..., None], padding=1)",
+        "term = z.sum() * 1e-2",
+    ),
+    "one tap of some": ("term = F.conv1d(x[:, t // 2 :].transpose(1, 2), self.square[..., None]).square().mean()",),
+    "products behind nothing": (
+        "z = torch.cat((torch.zeros_like(labels[:, :1]), labels % 2 + 1), 1).double().mul(1e120).cumprod(1)",
+        "term = (x * z[:, 1:, None] + x).square().mean()",
+    ),
+    "joined positions": (
+        "n = torch.arange(t)",
+        "n, z = torch.cat((n, n)), torch.cat((x, x.sin()), 1)",
+        "s = (z @ z.cos().transpose(1, 2)).masked_fill(n > n[:, None], -torch.inf)",
+        "term = (s.softmax(-1) @ z).square().mean()",
+    ),
+}
 FEATURES: dict[
     str, tuple[int, str]
 ] = {  # how many parts of the width an input has, and what is made of it before the first layer
@@ -255,4 +288,4 @@ FEATURES: dict[
     "turned": (1, "feats.flip(-1)"),
 }
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
-LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **NUMBERS}
+LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **NUMBERS, **FEW}

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, FEATURES, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, FEATURES, FEW, NUMBERS, PAIRS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -97,6 +97,12 @@ def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) ->
     return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
 
 
+def _few(decoder: Decoder, random: Random) -> Decoder:
+    """Often of any length, and with lengths that leave few rows for the last chunk."""
+    draw_lengths = _of_any_length if random.random() < 0.3 else _beside
+    return draw_lengths(decoder, random, FEW)
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -123,9 +129,10 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
     "numbers": partial(_of_any_length, extras=NUMBERS),
+    "few": _few,
 }
 OFTEN = (
-    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features") * 3,
+    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
     "4",
     "5",
     "6",
