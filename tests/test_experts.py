@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamfx.runtime.experts import GROUPED_MM
 from tests.support.decoders.parts import VOCABULARY, made
 from tests.support.exactness import Report, check_streamed, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling
@@ -74,6 +75,14 @@ class Twice(SortedExperts):
 
     def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
         return super().between(rows, order, ends, ids) + rows[torch.sort(order)[1]]
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.int8, 128), (torch.uint8, 256), (torch.bfloat16, 257), (torch.int64, 3)])
+def test_the_last_number_of_a_type(dtype: torch.dtype, groups: int) -> None:
+    """The number after it, which ends its rows, is another one in that type."""
+    group = torch.tensor([groups - 1, 0, groups - 2, groups - 1])
+    x, weight = torch.randn(4, 3), torch.randn(groups, 3, 2)
+    torch.testing.assert_close(GROUPED_MM(x, weight, group.to(dtype)), (x[:, None] @ weight[group])[:, 0])
 
 
 DESCENDING = Spelling(order=lambda ids: torch.argsort(ids, descending=True))

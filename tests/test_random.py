@@ -30,6 +30,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "pairs": (1, 12, 16),
     "numbers": (2, 4),
     "few": (1, 22, 33, 42),
+    "bytes": (4,),
     "apart": (2, 5, 8, 10, 26),
     "asserted": (0, 1, 8),
     "features": (32, 34, 36),

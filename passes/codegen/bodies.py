@@ -162,23 +162,26 @@ class BodyBuilder(BodyInputs):
         form = self.layout.demand.form(need.operand)
         if form is Form.KEYSUM:
             return self.completed(need)
-        if form is Form.PAIR or need.selector is None:
-            return self.value(need.operand)
-        return self._of_own_rows(need) or self.prefix(need)
+        if form is Form.PAIR or need.selector is None or self._is_own_rows(need):
+            return self._asked_for(need)
+        return self.prefix(need)
 
-    def _of_own_rows(self, need: Need) -> fx.Node | None:
-        """What an axis that lies beside the operand's takes of the chunk's own rows: it may begin later or end earlier."""
+    def _is_own_rows(self, need: Need) -> bool:
         placement, _, selector = need.where[0]
         if not isinstance(selector, Shifted) or self.layout.distance(placement, selector) != OWN_ROWS:
-            return None
-        if selector.rows == placement.rows:
-            return self.value(need.operand)  # type: ignore[no-any-return]
-        if (placement.outer, placement.inner) != (1, 1):
-            return None
-        value, own, length = self.value(need.operand), placement.rows, self.length
-        start = first_shifted(selector, own.length, length) - first_in_chunk(own, length)
-        count = rows_shifted(selector, own.length, length)
-        return self.graph.call_function(aten.slice.Tensor, (value, placement.dim, self.number(start), self.number(start + count)))
+            return False
+        return selector.rows == placement.rows or (placement.outer, placement.inner) == (1, 1)
+
+    def _asked_for(self, need: Need) -> fx.Node:
+        """Of the chunk's own rows those that an axis beside theirs stands for: it may begin later, or end earlier."""
+        value, length = self.value(need.operand), self.length
+        for placement, _, selector in need.where:
+            own = placement.rows
+            if isinstance(selector, Shifted) and selector.rows != own and self.layout.distance(placement, selector) == OWN_ROWS:
+                start = first_shifted(selector, own.length, length) - first_in_chunk(own, length)
+                bounds = self.number(start), self.number(start + rows_shifted(selector, own.length, length))
+                value = self.graph.call_function(aten.slice.Tensor, (value, placement.dim, *bounds))
+        return value  # type: ignore[no-any-return]
 
     def prefix(self, need: Need) -> fx.Node:
         """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""

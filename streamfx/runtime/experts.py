@@ -29,9 +29,11 @@ ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The rows in the order of their groups, and where each group ends in it."""
-    ordered, order = torch.sort(group, stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(1, groups + 1, device=group.device, dtype=group.dtype))
+    """The rows in the order of their groups, and where each group ends in it: as the number after it tells, which need not be one
+    of the groups' own type.
+    """
+    ordered, order = torch.sort(group.to(torch.float64 if group.is_floating_point() else torch.int64), stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(1, groups + 1, device=group.device, dtype=ordered.dtype))
     return order, ends.to(torch.int32)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tests.random_decoders.attention import attend
-from tests.random_decoders.extras import COUNTS, KEYS
+from tests.random_decoders.extras import BYTES, COUNTS, KEYS
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
@@ -149,12 +149,13 @@ BACK = (
 def _sorted_experts(w: Writer, layer: Layer, i: int) -> str:
     """Rows sorted by expert, multiplied by groups, and put back in one of several ways."""
     d, seed = w.decoder.width, w.decoder.seed
-    experts = w.parameter(f"experts{i}", EXPERTS, d, d)
+    keys, count = BYTES.get(layer.keys_of_experts) or (KEYS[layer.keys_of_experts], EXPERTS)
+    experts = w.parameter(f"experts{i}", count, d, d)
     w.line(
-        f"top, group = torch.softmax({w.linear(f'router{i}', d, EXPERTS)}(z), -1).topk({CHOSEN}, dim=-1)",
+        f"top, group = torch.softmax({w.linear(f'router{i}', d, count)}(z), -1).topk({CHOSEN}, dim=-1)",
         "group = group.reshape(-1)",
-        f"order = {KEYS[layer.keys_of_experts]}" + (".sort()[1]", ".argsort(stable=True)")[seed % 2],
-        COUNTS[layer.counts].format(n=EXPERTS),
+        f"order = {keys}" + (".sort()[1]", ".argsort(stable=True)")[seed % 2],
+        COUNTS[layer.counts].format(n=count),
         f"rows = torch.ops.transformers.grouped_mm_fallback({ROWS[seed % 2]}.to({experts}.dtype), {experts}, ends)",
         "rows = F.silu(rows) * top.reshape(-1)[order].unsqueeze(1)",
     )

@@ -217,6 +217,7 @@ KEYS = {
     "float16": "(group + 4096).half()",
     "remainder": "(group % 2)",
 }
+BYTES = {"as int8": ("group.to(torch.int8)", 128), "as uint8": ("group.to(torch.uint8)", 256)}  # and as many experts
 APART: dict[str, tuple[str, ...]] = {  # gradients that are equal, or the tangent itself
     "two shifts": ("term = (x + self.one + self.two).square().mean()",),
     "two shifts in turn": ("y = x + self.one", "term = (y.sin() + y + self.two - self.one).square().mean()"),

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import APART, ASSERTED, ENDS, EXTRAS, FEATURES, FEW, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import APART, ASSERTED, BYTES, ENDS, EXTRAS, FEATURES, FEW, NUMBERS, PAIRS, PLACES
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -75,6 +75,12 @@ def _casts(decoder: Decoder, random: Random) -> Decoder:
     return replace(_first(decoder, mlp="sorted experts", **own), batch=random.choice((3, 5)), length=random.choice((13, 19, 37)))
 
 
+def _bytes(decoder: Decoder, random: Random) -> Decoder:
+    """As many experts as a byte has numbers, sorted by these."""
+    layer = replace(decoder.layers[0], mlp="sorted experts", counts="plain", keys_of_experts=random.choice(list(BYTES)))
+    return replace(_small(decoder), layers=(layer,), length=random.choice((13, 19, 37)), extra="none", bend="none")
+
+
 def _operands(decoder: Decoder, random: Random) -> Decoder:
     names = [name for name in EXTRAS if name.startswith(("odd", "signs", "heads", "shifted"))]
     return replace(decoder, bend="none", extra=random.choice(names))
@@ -119,6 +125,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "6": _changes,
     "8": _linear,
     "9": _casts,
+    "bytes": _bytes,
     "10": _sinks,
     "11": _operands,
     "12": _lengths,
@@ -140,6 +147,7 @@ OFTEN = (
     "ends",
     "numbers",
     "asserted",
+    "bytes",
 )
 
 

@@ -40,7 +40,7 @@ WHOLE_OPERATORS = (
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
-        torch._assert_async(inside, f"all elements of {name} should be between 0 and 1")
+        aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
     made: Tensor = _TORCHS[aten.binary_cross_entropy.default](input, target, weight, reduction)
     return made
 
