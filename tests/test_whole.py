@@ -194,7 +194,7 @@ def test_an_operator_that_a_later_pass_refuses_runs_whole(target: str, monkeypat
 
     monkeypatch.setattr("tests.support.exactness.run_pipeline", noted)
     backend = type("Backend", (), {"compilations": [one], "options": one.options})()
-    compare_replayed(backend, 8, 1e-12, {})
+    compare_replayed(backend, 8, 1e-12, {}, rewritten=True)
     assert refused
     assert seen[0].reasons() == [f"{target} is refused"]
     assert len(known(seen[0].program).loops) > 1
@@ -244,5 +244,5 @@ def test_a_loop_that_would_follow_from_itself_stays_unrolled(monkeypatch: pytest
 
     monkeypatch.setattr(recurrences, "sort_again", crossing)
     backend = type("Backend", (), {"compilations": [one], "options": one.options})()
-    compare_replayed(backend, 8, 1e-12, {})
+    compare_replayed(backend, 8, 1e-12, {}, rewritten=True)
     assert rolled == [2, 0]

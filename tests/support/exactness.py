@@ -13,7 +13,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -221,6 +221,19 @@ class Recorded(Compilation):
         capture = partial(captured, self.joint, num_primals, num_outputs, static, self.patterns(num_primals))
         return run_pipeline(capture, options)
 
+    def facts_in_chunks(self, options: Options) -> Facts:
+        """The facts for other options; where they ask for nothing but other chunks, the program that is there, run in these."""
+        facts, (rows, own) = self.facts[-1], (_rows_of_all(options), _rows_of_all(self.options))
+        same = replace(options, chunk_size=self.options.chunk_size, loss_chunk_size=self.options.loss_chunk_size)
+        loops = facts.program.loops if facts.program is not None else ()
+        if rows is None or own is None or same != self.options or any(loop.compiled is not None for loop in loops):
+            return self.facts_for(options)
+        assert facts.axes is not None
+        granule = facts.axes.sequence.granule if facts.axes.sequence is not None else 1
+        for loop in loops:
+            loop.spec = replace(loop.spec, chunk_size=-(-rows // granule) * granule)
+        return facts
+
     def joint_values(self) -> list[Any]:
         """Outputs and gradients by the joint graph as AOTAutograd made it."""
         assert self.joint is not None and self.primals is not None and self.tangents is not None
@@ -246,6 +259,12 @@ class Recorded(Compilation):
         wrong = [pair for pair in in_one_memory(values) if any(name.startswith("gradient") for name in pair)]
         assert not wrong, f"in one memory: {[sorted(pair) for pair in wrong]}"
         return [*outputs, *gradients]
+
+
+def _rows_of_all(options: Options) -> int | None:
+    """The rows of a chunk, where all stages are asked for as many, whatever they hold."""
+    rows = options.chunk_size
+    return rows if isinstance(rows, int) and rows == options.loss_chunk_size and options.memory_budget is None else None
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
@@ -338,13 +357,15 @@ def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[
         assert verdicts == attention, f"attention {verdicts} instead of {attention}"
 
 
-def compare_replayed(backend: Recorder, chunk_size: int, tolerance: float, options: Mapping[str, Any]) -> None:
-    """Rewrite the recorded joint graphs for another chunk size and compare with the graphs as they were."""
+def compare_replayed(
+    backend: Recorder, chunk_size: int, tolerance: float, options: Mapping[str, Any], rewritten: bool = False
+) -> None:
+    """Run the recorded graphs in chunks of another size, rewritten anew if asked to, and compare with the graphs as they were."""
     own = {**backend.options.as_dict(), **options, "chunk_size": chunk_size, "loss_chunk_size": chunk_size}
     for recorded in backend.compilations:
         if recorded.joint is None or recorded.primals is None or recorded.tangents is None:
             continue
-        facts = recorded.facts_for(resolved(own))
+        facts = recorded.facts_for(resolved(own)) if rewritten else recorded.facts_in_chunks(resolved(own))
         if facts.program is None:
             continue
         truth, actual = recorded.joint_values(), recorded.streamed_values(facts.program)
