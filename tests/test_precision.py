@@ -50,3 +50,41 @@ def test_autocast() -> None:
         own = outcome(function, model, batch(2, 64))
     check_streamed(backend.facts, True, {"causal"})
     assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
+
+
+class Summed(nn.Module):
+    """A layer, and sums of its rows: [B, T, 8]."""
+
+    def __init__(self, sums: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sums, self.up, self.down = sums, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sums(x + self.down(self.up(x).relu()))
+
+
+SIGNS = torch.ones(64).index_fill(0, torch.arange(32, 64), -1.0)[:, None]
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.abs().mul(3000).mean(1),
+    "mean of all": lambda x: x.abs().mul(3000).mean(),
+    "mean beside rows": lambda x: x * x.abs().mul(3000).mean(1, keepdim=True).reciprocal(),
+    "mean of squares": lambda x: x.mul(20).square().mul(5).mean(),
+    "signs": lambda x: (x.abs() * 3000 * SIGNS.to(x.dtype)).sum(1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SUMS)
+def test_parts_of_a_sum_may_be_larger_than_the_sum(name: str, dtype: torch.dtype) -> None:
+    """A chunk's part would be infinite in float16, or rounded to what a small total is lost beside."""
+    x = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    model = Summed(SUMS[name]).to(dtype)
+    truth_model = copy.deepcopy(model).double()
+    truth, eager = truth_model(x.double()), model(x)
+    function, backend = compiled(model, chunk_size=32, outputs="dense")
+    own = function(x)
+    check_streamed(backend.facts, True, None)
+    scale = truth.abs().max() if name != "signs" else (x.abs().double() * 3000).sum(1).max()
+    near = [float((found.double() - truth).abs().max() / scale) for found in (own, eager)]
+    assert own.isfinite().all() and near[0] <= 1.5 * near[1] + 1e-3

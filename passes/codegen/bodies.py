@@ -43,6 +43,7 @@ from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.rng import replay
+from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
 
 aten = torch.ops.aten
@@ -252,12 +253,12 @@ class BodyBuilder(BodyInputs):
     def accumulate(self, node: fx.Node) -> Kept:
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
         producer, dtype = producer_of(node), node.meta["val"].dtype
-        index = self._new_buffer(node, self.plan.sum_type(dtype), zeroed=True)
+        count = mean_count(producer, self.layout)
+        index = self._new_buffer(node, self.plan.sum_type(dtype) if count == 1 else carry_type(dtype), zeroed=True)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
         function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))
         self.graph.call_function(function, (total, *arguments))
-        count = mean_count(producer, self.layout)
         self.symbols |= free_symbols([count])
         return Kept(index, dtype, count)
 

@@ -25,6 +25,7 @@ from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -49,12 +50,25 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (operand,) = builder.operands(node)
     rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
     dims = arguments.get("dim") or list(range(rank))
-    total = builder.graph.call_function(
-        aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": node.meta["val"].dtype}
-    )
+    dtype: torch.dtype = node.meta["val"].dtype
+    wide = {"dtype": carry_type(dtype)}  # a sum may be too large for a narrow type where the mean is not
+    call = builder.graph.call_function
+    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), wide)
     if builder.layout.demand.form(node) is Form.SUM:
         return total
-    return builder.graph.call_function(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
+    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
+    return share if wide["dtype"] == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
+
+
+@emits(aten.sum.default, aten.sum.dim_IntList)
+def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """In the type of the total: a part may be too large for a narrow type where the sum is not."""
+    if builder.layout.demand.form(node) is not Form.SUM:
+        return emit_copy(builder, node)
+    args, kwargs = builder.arguments(node)
+    dtype: torch.dtype = node.meta["val"].dtype
+    wide = {} if builder.plan.sum_type(dtype) == dtype else {"dtype": builder.plan.sum_type(dtype)}
+    return builder.graph.call_function(node.target, args, {**kwargs, **wide})  # type: ignore[arg-type]
 
 
 @emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
