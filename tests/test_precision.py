@@ -82,7 +82,7 @@ def test_parts_of_a_sum_may_be_larger_than_the_sum(name: str, dtype: torch.dtype
     model = Summed(SUMS[name]).to(dtype)
     truth_model = copy.deepcopy(model).double()
     truth, eager = truth_model(x.double()), model(x)
-    function, backend = compiled(model, chunk_size=32, outputs="dense")
+    function, backend = compiled(model, chunk_size=32, loss_chunk_size=32, outputs="dense")
     own = function(x)
     check_streamed(backend.facts, True, None)
     scale = truth.abs().max() if name != "signs" else (x.abs().double() * 3000).sum(1).max()
