@@ -136,6 +136,25 @@ BESIDE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the largest sum of a row": lambda x: x.logsumexp(-1).max(),
+    "the largest log-probability": lambda x: x.log_softmax(-1).max(),
+    "the sum of one element": lambda x: x[0, -1, 7].sum(),
+    "the mean of one element": lambda x: x[:1, -1].amax(-1).mean(),
+    "the largest of one row": lambda x: x[:1, -1].topk(5).values[:, -1].sum(),
+    "infinity norm": lambda x: x.norm(p=torch.inf),
+    "vector norm": lambda x: torch.linalg.vector_norm(x, ord=torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_tells_of_one_logit(name: str) -> None:
+    """It was rounded with the rows of a loop: what it is compared with has to be, too."""
+    _, (logits, told) = logits_of(NUMBERS[name])
+    assert not isinstance(logits, DeferredTensor)
+    assert (NUMBERS[name](logits) == told).all()
+
+
 def loss_of(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), some_ids().flatten())
 

@@ -107,17 +107,24 @@ def _incomparable(
 
 def _tells_of(output: fx.Node, base: fx.Node, values: Values) -> bool:
     """Whether an output may be compared with elements of a value that it is made of."""
-    is_number = is_dense(output) and example(output).dim() == 0
     behind, waiting = {output}, [output]
     while waiting:
         node = waiting.pop()
         if node is base:
             return True
-        for operand in () if is_number and sums(node) else node.all_input_nodes:
+        for operand in () if _is_sum_of_many(node) else node.all_input_nodes:
             if operand not in behind and not is_known_size(operand, values):
                 behind.add(operand)
                 waiting.append(operand)
     return False
+
+
+def _is_sum_of_many(node: fx.Node) -> bool:
+    """Whether a value is one number, to which several others were added up."""
+    if not sums(node) or not is_dense(node) or example(node).dim() > 0:
+        return False
+    summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
+    return summed is not None and any(size_of(size) != 1 for size in example(summed).shape)
 
 
 def _has_known_shape(node: fx.Node, values: Values) -> bool:

@@ -71,7 +71,10 @@ SUMMING = set(
 def sums(node: fx.Node) -> bool:
     """Whether a function adds up so many products or elements that none of them can be told from the result."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in SUMMING
+    if node.op not in ("call_function", "call_method") or name not in SUMMING:
+        return False
+    orders = [item for item in (*node.args[1:], *node.kwargs.values()) if isinstance(item, (int, float))]
+    return not name.endswith("norm") or all(order in (1, 2) for order in orders)  # of infinite order it is the largest element
 
 
 def kind_of(node: fx.Node) -> Kind | None:
