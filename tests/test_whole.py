@@ -147,6 +147,22 @@ def test_what_is_around_an_operator_streams(name: str) -> None:
     assert all("test_whole.py" in reason and line in reason and "please report" not in reason for reason in reasons)
 
 
+@pytest.mark.filterwarnings("ignore:Raw SymInt")
+def test_memory_is_read_at_any_length() -> None:
+    """Where it begins follows from the length."""
+
+    def behind(self: Decoder, x: Tensor) -> Tensor:
+        rows, length = x.contiguous(), x.shape[1]
+        shifted = rows.as_strided((2, length - 1, WIDTH), (length * WIDTH, WIDTH, 1), WIDTH)
+        return x + F.pad(shifted.sin(), (0, 0, 0, 1))
+
+    model = Decoder(behind)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8}, dynamic=True)
+    for length in (13, 19):
+        found, truth = (torch.autograd.grad(run(ids()[:, :length]), list(model.parameters())) for run in (compiled, model))
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
 def test_equal_calls_of_functions_stay_two() -> None:
     """What a function draws at random nobody tells, so that two equal calls need not give the same."""
     from streamfx.passes.canonicalization.canonicalize import canonicalize
