@@ -27,7 +27,7 @@ from streamfx.lazy.rebuild import Cut
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.operators.rules import TAKEN_APART
+from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
 from streamfx.report.brief import log_brief
@@ -125,7 +125,7 @@ class Compilation:
             bw_compiler=self.run,
             inference_compiler=self.run_inference,
             partition_fn=self.partition,
-            decompositions=TAKEN_APART,
+            decompositions=DECOMPOSITIONS,
         )
         deferral = self.deferred = self.deferral()
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)

@@ -33,6 +33,7 @@ class BodyInputs:
         self.symbols: set[Any] = set()
 
     def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
+        """The body's input for a feed of a source, one for all that asks for it."""
         key = (feed, source)
         if key not in self.placeholders:
             point = self.graph.inserting_after(self.anchor) if self.anchor else self.graph.inserting_before(self.graph._root.next)

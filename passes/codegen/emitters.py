@@ -11,7 +11,7 @@ from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import Need
 from streamfx.ir.program import CHUNK, Same, Shifted
-from streamfx.ir.recurrence import Plan
+from streamfx.ir.recurrence import RecurrencePlan
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import size_of
 from streamfx.passes.codegen.adders import arranged
@@ -51,7 +51,7 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
     dims = arguments.get("dim") or list(range(rank))
     dtype: torch.dtype = node.meta["val"].dtype
-    wide = {"dtype": carry_type(dtype)}  # a sum may be too large for a narrow type where the mean is not
+    wide: dict[str, Any] = {"dtype": carry_type(dtype)}  # a sum may be too large for a narrow type where the mean is not
     call = builder.graph.call_function
     total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), wide)
     if builder.layout.demand.form(node) is Form.SUM:
@@ -67,7 +67,7 @@ def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
     dtype: torch.dtype = node.meta["val"].dtype
-    wide = {} if builder.plan.sum_type(dtype) == dtype else {"dtype": builder.plan.sum_type(dtype)}
+    wide: dict[str, Any] = {} if builder.plan.sum_type(dtype) == dtype else {"dtype": builder.plan.sum_type(dtype)}
     return builder.graph.call_function(node.target, args, {**kwargs, **wide})  # type: ignore[arg-type]
 
 
@@ -208,7 +208,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @emits(Recurrence)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
-    plan: Plan = node.target.plan  # type: ignore[union-attr]
+    plan: RecurrencePlan = node.target.plan  # type: ignore[union-attr]
     layout, rows = builder.layout, plan.axes.rows
     if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
@@ -271,7 +271,7 @@ def attention(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The kernel on the chunk's queries and the keys they see."""
     query, key, value, *mask = builder.operands(node)
     return builder.graph.call_function(
-        chunked.forward, (query, key, value, *_visibility(builder, node, mask)), _scores(builder, node, mask)
+        chunked.forward, (query, key, value, *_mask_and_window(builder, node, mask)), _scores(builder, node, mask)
     )
 
 
@@ -280,7 +280,7 @@ def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     gradient, query, key, value, out, lse, *mask = builder.operands(node)
     return builder.graph.call_function(
         chunked.backward,
-        (gradient, query, key, value, out, lse, *_visibility(builder, node, mask)),
+        (gradient, query, key, value, out, lse, *_mask_and_window(builder, node, mask)),
         _scores(builder, node, mask),
     )
 
@@ -291,7 +291,7 @@ def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[st
     return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
 
 
-def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
+def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
     """(mask, first, window): the mask's part, or, where a mask is exactly a span, how the chunk lies among its keys.
 
     `first` is the position of the first query minus that of the first key; `window` the span's (low, high).
@@ -300,14 +300,14 @@ def _visibility(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tup
     span = layout.span(node)
     is_causal = bound_arguments(node)["is_causal"]
     if node in layout.causality.exact:
-        return None, _distance(builder, node), (span.low, span.high)
+        return None, _first_query_less_first_key(builder, node), (span.low, span.high)
     if is_causal:  # a mask on top of the causal flag
         apart = builder.number(_offset(builder, node, N) - _offset(builder, node, M))
-        return (mask[0] if mask else None), _distance(builder, node), (None, apart)
+        return (mask[0] if mask else None), _first_query_less_first_key(builder, node), (None, apart)
     return (mask[0] if mask else None), None, None
 
 
-def _distance(builder: BodyBuilder, node: fx.Node) -> Any:
+def _first_query_less_first_key(builder: BodyBuilder, node: fx.Node) -> Any:
     return builder.number(_position(builder, node, M) - _position(builder, node, N))
 
 

@@ -24,7 +24,7 @@ from streamfx.passes.operators.aliasing import memories
 aten = torch.ops.aten
 
 
-def kept(node: fx.Node) -> fx.Node:
+def copied_if_written(node: fx.Node) -> fx.Node:
     """What a forward graph saves of a value: a copy where the value may be written to before it is read."""
     if not any(memory.meta.get("streamfx_mutated", False) for memory in memories(node) if memory.op == "placeholder"):
         return node

@@ -26,7 +26,7 @@ from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
-from streamfx.passes.codegen.memory import gradients_apart, kept, results_apart
+from streamfx.passes.codegen.memory import copied_if_written, gradients_apart, results_apart
 from streamfx.passes.codegen.outer import OuterBuilder
 from streamfx.passes.codegen.reuse import reuse_buffers
 from streamfx.passes.operators.aliasing import MEMORIES
@@ -59,6 +59,9 @@ class _Rewriter:
         self.device = device_of(facts.joint.graph)
 
     def program(self) -> Program:
+        """Forward: the loops of each stage. Backward: those of the stages from the last to the first; stages whose inputs were
+        dropped run again before. Both graphs, and what the one saves for the other.
+        """
         forward = OuterBuilder(self.layout, self.order, known(self.facts.plan))
         self._add_inputs(forward)
         for stage in self.stages:
@@ -223,7 +226,7 @@ class _BackwardBuilder(OuterBuilder):
         """What the forward half hands over of a saved value: a copy of what the caller writes to once that half has run."""
         made = self.forward.env[node]
         if node not in self.offloaded:
-            return kept(made)
+            return copied_if_written(made)
         with self.forward.graph.inserting_after(made):
             held = self.forward.graph.call_function(to_host, (made,))
         held.meta = {"val": self._on_host(node), "joint": node.name, "stack_trace": node.meta.get("stack_trace")}

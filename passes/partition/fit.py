@@ -232,6 +232,7 @@ class _Search:
         return low
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
+        """What a step costs with a program, in chunks of this working set; each is simulated once."""
         set_working_set(program, working_set)
         before = next((cost for tried, cost in self.costs if tried == (candidate, working_set)), None)
         if before is not None:
@@ -246,6 +247,7 @@ class _Search:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
+        """The facts with the plan as it was decided on: chunks of a working set, and the lengths that it holds for."""
         program, plan, found = known(facts.program), known(facts.plan), facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))

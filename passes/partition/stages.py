@@ -62,6 +62,7 @@ class _Cutter:
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
     def stages(self) -> tuple[Stage, ...]:
+        """Cut the forward half, put each stage's stretch of the backward half beside it, and list what crosses each cut."""
         cuts = self.forward_cuts()
         bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
         forwards = [self.forward[low:high] for low, high in pairwise(bounds)]

@@ -19,7 +19,19 @@ from torch import fx
 from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import is_size, is_tensor
-from streamfx.ir.recurrence import Axes, Final, Instruction, Join, Number, Operation, Plan, Read, Slot, Steps, Value
+from streamfx.ir.recurrence import (
+    Final,
+    Instruction,
+    Join,
+    Number,
+    Operation,
+    Read,
+    RecurrenceAxes,
+    RecurrencePlan,
+    Slot,
+    Steps,
+    Value,
+)
 from streamfx.ir.signature import LetterShape
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.passes.recurrences.unrolled import Joined, Row
@@ -51,7 +63,7 @@ class Pair:
 class Half:
     """One operator to be: its plan, its operands, and what its results stand for."""
 
-    plan: Plan
+    plan: RecurrencePlan
     operands: tuple[fx.Node, ...]
     joins: tuple[Joined, ...]
     finals: tuple[fx.Node, ...]
@@ -232,7 +244,7 @@ class _Planner:
         finals = self._finals(nodes)
         if len(finals) > MOST_FINALS:
             raise NoRecurrence(f"{len(finals)} values of single rows are used elsewhere")
-        plan = Plan(
+        plan = RecurrencePlan(
             name,
             self.pair.length,
             own,
@@ -253,7 +265,7 @@ class _Planner:
 
     def _letters(
         self, operands: list[tuple[fx.Node, int | None]], joins: tuple[Joined, ...], finals: tuple[fx.Node, ...]
-    ) -> Axes:
+    ) -> RecurrenceAxes:
         """Dimensions that index the same thing in the loop as it was written have the same letter."""
         letters: dict[Dim, int] = {}
 
@@ -264,7 +276,7 @@ class _Planner:
 
         shapes = tuple(read(value, stepped) for value, stepped in operands)
         made = (*(read(join.node, join.dim) for join in joins), *(read(final, None) for final in finals))
-        return Axes(shapes, made, 0)
+        return RecurrenceAxes(shapes, made, 0)
 
 
 def _is_static(node: fx.Node) -> bool:

@@ -125,16 +125,16 @@ def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
     return larger if larger <= LARGER else 0
 
 
-def spread(low: Number, high: Number, nan: bool = False) -> Range:
+def widened(low: Number, high: Number, nan: bool = False) -> Range:
     """A range whose bounds were computed: wider by more than double precision rounds, where they are no integers."""
     if low != low or high != high:
         return Range(-INFINITY, INFINITY, True)
     if isinstance(low, int) and isinstance(high, int):
         return Range(low, high, nan)
-    return Range(moved(low, -SLACK), moved(high, SLACK), nan)
+    return Range(scaled(low, -SLACK), scaled(high, SLACK), nan)
 
 
-def moved(value: Number, share: float) -> Number:
+def scaled(value: Number, share: float) -> Number:
     """A bound that is so much larger, by a share of its size."""
     return value + share * abs(value) if math.isfinite(value) else value
 

@@ -107,7 +107,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Axes:
+class RecurrenceAxes:
     """The letters of a recurrence's operands and results; `rows` is that of the steps."""
 
     operands: tuple[LetterShape, ...]
@@ -116,7 +116,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecurrencePlan:
     """One operator of a rewritten graph: the steps that it runs, and those of the forward half that it runs again for them.
 
     `operands` are the numbers of its operands, in order; `rows` says along which dimension the steps lie in those that have
@@ -130,4 +130,4 @@ class Plan:
     operands: tuple[Number, ...]
     rows: Mapping[Number, int]
     given: Mapping[Number, Number]
-    axes: Axes
+    axes: RecurrenceAxes

@@ -187,7 +187,10 @@ class Cell:
         self._settled(laid_out(value, self.like) if self.root is self else value, was_whole=False)
 
     def before_a_write(self) -> Cell | None:
-        """A cell with what this one holds now; None where that is there already, or where something waits for it."""
+        """A new cell with the recipe of this one, so that what is written can wait, as a function of it.
+
+        None where the write has to be done at once: the value is there, this is a view, or another cell will still read it.
+        """
         with _settling:
             is_asked_for = len(self._waiting) > 0
         if self.root is not self or self.value is not None or is_asked_for:

@@ -54,6 +54,7 @@ class Loop(nn.Module):
         return Chunks(length, self.rows_per_chunk(length, env), self.spec.reverse)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
+        """Values of the symbols, then tensors, to the stacked rows of each result, then the buffers that are results."""
         spec = self.spec
         env: Env = {symbol.name: int(value) for symbol, value in zip(spec.symbols, arguments, strict=False)}
         tensors = arguments[len(spec.symbols) :]

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx.ir.recurrence import Number, Plan, Read, Steps, Value
+from streamfx.ir.recurrence import Number, Read, RecurrencePlan, Steps, Value
 
 Env = dict[Number, Any]
 
 
 class Recurrence:
-    """The operator of a graph that runs a `Plan`: called with whole operands it runs all steps."""
+    """The operator of a graph that runs a `RecurrencePlan`: called with whole operands it runs all steps."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RecurrencePlan) -> None:
         self.plan = plan
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__

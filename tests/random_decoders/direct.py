@@ -19,7 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from streamfx.constants import watched_inputs
 from streamfx.ir.facts import known
 from streamfx.options import resolved
-from streamfx.passes.operators.rules import TAKEN_APART
+from streamfx.passes.operators.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     NOISE,
     Recorded,
@@ -134,4 +134,4 @@ def traced(joint: Callable[..., Any], primals: list[Tensor], tangents: list[Tens
     """The graph of `joint` with values of one fake mode, as AOTAutograd's; tracing real tensors makes a mode for each."""
     mode = FakeTensorMode(allow_fallback_kernels=True)
     with patch.object(proxy_tensor, "FakeTensorMode", lambda **_: mode):
-        return proxy_tensor.make_fx(joint, dict(TAKEN_APART))(primals, tangents)  # type: ignore[dict-item]
+        return proxy_tensor.make_fx(joint, dict(DECOMPOSITIONS))(primals, tangents)  # type: ignore[dict-item]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolved
-from streamfx.passes.operators.rules import TAKEN_APART
+from streamfx.passes.operators.rules import DECOMPOSITIONS
 from tests.support.exactness import (
     TOLERANCE,
     Recorded,
@@ -37,7 +37,7 @@ def traced(
         fw_compiler=recorded.run_forward,
         bw_compiler=recorded.run,
         partition_fn=recorded.partition,
-        decompositions=TAKEN_APART,
+        decompositions=DECOMPOSITIONS,
     )
     result: Tensor = compiled(*tensors)
     (scale * result if scale != 1.0 else result).backward()

@@ -15,12 +15,12 @@ from streamfx.passes.operators.rules import (
     scans,
     views,
 )
+from streamfx.passes.operators.rules.decompositions import DECOMPOSITIONS
 from streamfx.passes.operators.rules.registry import RULES, Call, rule, rule_for, signatures
-from streamfx.passes.operators.rules.taken_apart import TAKEN_APART
 
 __all__ = [
+    "DECOMPOSITIONS",
     "RULES",
-    "TAKEN_APART",
     "Call",
     "attention",
     "convolution",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, spread
+from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, widened
 from streamfx.passes.operators.values.patterns import is_largest_of, is_share_of
 from streamfx.passes.operators.values.transfer import Call, elementwise
 
@@ -21,14 +21,14 @@ ANYTHING = Range(-INFINITY, INFINITY, True)
 
 
 def plus(a: Range, b: Range) -> Range:
-    """Infinities of two signs add up to NaN."""
+    """[a.low + b.low, a.high + b.high]; infinities of two signs add up to NaN."""
     nan = a.nan or b.nan or _are_opposite(a, b) or _are_opposite(b, a)
     for known in (a, b):
         if known.low == known.high and math.isinf(known.low):
             return Range(known.low, known.low, nan)
     low = -INFINITY if -INFINITY in (a.low, b.low) else a.low + b.low
     high = INFINITY if INFINITY in (a.high, b.high) else a.high + b.high
-    return spread(low, high, nan)
+    return widened(low, high, nan)
 
 
 def _are_opposite(a: Range, b: Range) -> bool:
@@ -47,7 +47,7 @@ def times(a: Range, b: Range) -> Range:
     """Nothing times infinity is NaN."""
     nan = a.nan or b.nan or (a.has_zero and math.isinf(b.magnitude)) or (b.has_zero and math.isinf(a.magnitude))
     corners = [0 if 0 in (x, y) else x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-    return spread(min(corners), max(corners), nan)
+    return widened(min(corners), max(corners), nan)
 
 
 def over(a: Range, b: Range) -> Range:
@@ -56,7 +56,7 @@ def over(a: Range, b: Range) -> Range:
         return Range(0, 0, True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    return spread(min(corners), max(corners), nan)
+    return widened(min(corners), max(corners), nan)
 
 
 def _quotient(x: Number, y: Number) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, moved
+from streamfx.ir.ranges import INFINITY, Number, Range, constant, everything, hull, in_type, scaled
 from streamfx.passes.operators.values.arithmetic import ANYTHING, ONE, minus, negated, over, times
 from streamfx.passes.operators.values.transfer import Call, elementwise
 
@@ -33,7 +33,7 @@ def _rising(function: Callable[[float], float], low: Number = -INFINITY, high: N
 def _rough(low: Number, high: Number, nan: bool = False) -> Range:
     if low != low or high != high:
         return ANYTHING
-    return Range(moved(low, -ROUGH), moved(high, ROUGH), nan)
+    return Range(scaled(low, -ROUGH), scaled(high, ROUGH), nan)
 
 
 def _value(function: Callable[[float], float], x: Number) -> float:

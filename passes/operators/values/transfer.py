@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.ranges import INFINITY, LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type, moved
+from streamfx.ir.ranges import INFINITY, LONGEST, Number, Range, assumed_of, constant, everything, hull, in_type, scaled
 from streamfx.ir.sizes import Size, size_of
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -34,7 +34,7 @@ CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that say which numbers are tak
 
 
 @dataclass(frozen=True)
-class Row:
+class TransferFunction:
     """A transfer function; `names` are the arguments that it takes, `elementwise` operators get them as ranges in one type."""
 
     function: Transfer
@@ -47,7 +47,7 @@ class Row:
         return not self.elementwise or "call" in inspect.signature(self.function).parameters
 
 
-TRANSFERS: dict[Any, Row] = {}
+TRANSFERS: dict[Any, TransferFunction] = {}
 
 
 def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
@@ -56,7 +56,7 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     def register(function: F) -> F:
         names = frozenset(inspect.signature(function).parameters) - {"call"}
         for operator in operators:
-            TRANSFERS[operator] = Row(function, names, True, exact)
+            TRANSFERS[operator] = TransferFunction(function, names, True, exact)
         return function
 
     return register
@@ -67,7 +67,7 @@ def structural(*operators: Any, takes: str) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         for operator in operators:
-            TRANSFERS[operator] = Row(function, frozenset(takes.split()), False)
+            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), False)
         return function
 
     return register
@@ -149,7 +149,7 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     )
 
 
-def _assumed(node: fx.Node, row: Row, reader: Reader, made: Range) -> Number:
+def _assumed(node: fx.Node, row: TransferFunction, reader: Reader, made: Range) -> Number:
     """Of the numbers that go into a result; where numbers say which others are taken, they do not."""
     operands = tensor_operands(node)
     if not row.elementwise:
@@ -178,7 +178,7 @@ def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and not isinstance(value, fx.Node) and value == default)
 
 
-def _elementwise(node: fx.Node, row: Row, arguments: dict[str, Any], reader: Reader) -> Range | tuple[Range, ...]:
+def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any], reader: Reader) -> Range | tuple[Range, ...]:
     """An operator on elements computes in one type: what its operands are in that type is what counts."""
     dtype = computed_in(node, arguments)
     if dtype is None:
@@ -201,7 +201,7 @@ def _at_ends(known: Range, dtype: torch.dtype) -> Range:
         return known
     ends = torch.finfo(dtype)
     rough = 2 * ends.eps if dtype in HALF_TYPES else 0  # which some round to on the way
-    low, high = moved(known.low, -rough), moved(known.high, rough)
+    low, high = scaled(known.low, -rough), scaled(known.high, rough)
     if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # further below what a type can hold there is nothing
         low = 0 if low > 0 else -ends.tiny
     if ends.tiny * 2.0**-60 < abs(high) < ends.tiny:
@@ -246,7 +246,7 @@ def _for_type(item: Any) -> Any:
     return item
 
 
-def _folded(node: fx.Node, row: Row, known: Mapping[str, Range]) -> Range | None:
+def _folded(node: fx.Node, row: TransferFunction, known: Mapping[str, Range]) -> Range | None:
     """The operator itself, on numbers that are all known, but for the sign of a zero."""
     named = named_arguments(node, row.names) or {}
     numbers = {item: known[name].constant for name, item in named.items() if name in known and isinstance(item, fx.Node)}

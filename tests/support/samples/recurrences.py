@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.recurrence import Axes, Final, Instruction, Join, Operation, Plan, Read, Slot, Steps, Value
+from streamfx.ir.recurrence import Final, Instruction, Join, Operation, Read, RecurrenceAxes, RecurrencePlan, Slot, Steps, Value
 from streamfx.runtime.recurrences import Recurrence
 from tests.support.samples.registry import Sizes, sample
 
@@ -19,7 +19,7 @@ def decayed_sum(s: Sizes) -> tuple[Any, ...]:
     return Recurrence(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
 
 
-def plan(s: Sizes) -> Plan:
+def plan(s: Sizes) -> RecurrencePlan:
     """Operands 1 and 2 have rows; step t makes the values 4 t + 1 to 4 t + 4."""
     steps: list[tuple[Instruction, ...]] = []
     for t in range(s.t):
@@ -38,4 +38,13 @@ def plan(s: Sizes) -> Plan:
     join = Join(tuple(4 * t + 4 for t in range(s.t)), 1, (s.b, s.t, s.d), dtype)
     own = Steps(tuple(steps), crossing, (join,), (Final(4 * s.t, s.t - 1, row, dtype),), dtype, reverse=False)
     rows, state = ((1,), (0,), (2,)), ((1,), (2,))
-    return Plan("decayed_sum", s.t, own, None, (1, 2, -1), {1: 1, 2: 1}, {-1: FIRST}, Axes((rows, rows, state), (rows, state), 0))
+    return RecurrencePlan(
+        "decayed_sum",
+        s.t,
+        own,
+        None,
+        (1, 2, -1),
+        {1: 1, 2: 1},
+        {-1: FIRST},
+        RecurrenceAxes((rows, rows, state), (rows, state), 0),
+    )

@@ -38,12 +38,13 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
+    """Torch's own, behind the assertions that its kernels make."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
-    made: Tensor = _TORCHS[aten.binary_cross_entropy.default](input, target, weight, reduction)
+    made: Tensor = _OF_TORCH[aten.binary_cross_entropy.default](input, target, weight, reduction)
     return made
 
 
-_TORCHS: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
-TAKEN_APART: dict[Any, Callable[..., Any]] = {**_TORCHS, aten.binary_cross_entropy.default: _binary_cross_entropy}
+_OF_TORCH: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {**_OF_TORCH, aten.binary_cross_entropy.default: _binary_cross_entropy}
