@@ -251,3 +251,21 @@ def test_a_zero_has_either_sign() -> None:
 
     found = list(traced_values(function, [torch.tensor([-1.0, 1.0])]))
     assert found[-1][1] == Range(-INF, INF, True)
+
+
+FOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares that overflow": lambda x: torch.linalg.vector_norm(x.float().clamp(1e24, 1e25)),
+    "distances of small order": lambda x: torch.cdist(x.clamp(-9, 9)[None].expand(2, 8), x.clamp(2, 3)[None].expand(2, 8), p=0.1),
+    "near in squares": lambda x: torch.cdist(x.clamp(1e8, 1e8)[None].expand(30, 8), x.clamp(1e8, 1e8)[None].expand(30, 8) * 1.0),
+    "products of positions": lambda x: (torch.arange(8.0)[:, None] + 2000) @ (torch.arange(8.0)[None] + 2000),
+    "the same number": lambda x: torch.full((7,), 0.1).float().var() + 0 * x.clamp(0, 1).float(),
+    "powers in bfloat16": lambda x: x.clamp(-31, -30).bfloat16() ** 3,
+    "cut by infinity": lambda x: torch.div(x.clamp(-3, -1), torch.inf, rounding_mode="floor"),
+    "a gradient of infinity": lambda x: aten.tanh_backward(x.clamp(1, 1).float() / 0, x.clamp(2e30, 2e30).float() * 0 + 1e30),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_within_its_range(name: str) -> None:
+    numbers = torch.linspace(-40, 40, 8, dtype=torch.float64)
+    _check(FOUND[name], [numbers], name)
