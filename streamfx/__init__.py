@@ -14,6 +14,7 @@ from streamfx.errors import (
     StaleGraph,
     StaleOutput,
     StreamFXError,
+    TurnedOutput,
 )
 from streamfx.inspection.explain import Explanation, explain
 from streamfx.inspection.verify import Verification, verify
@@ -40,6 +41,7 @@ __all__ = [
     "StaleGraph",
     "StaleOutput",
     "StreamFXError",
+    "TurnedOutput",
     "Verification",
     "configure",
     "explain",

@@ -55,6 +55,14 @@ class StaleOutput(StreamFXError, RuntimeError):
     """
 
 
+class TurnedOutput(StreamFXError, RuntimeError):
+    """A deferred output that was turned in place (`transpose_`, `squeeze_` ...) was written to where its gradient is followed.
+
+    Autograd would find the gradients of views that were taken before by the shape that it has now. Turn a copy (`transpose`), or
+    ask for `outputs="dense"`.
+    """
+
+
 class NotTraced(StreamFXError, RuntimeError):
     """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import streamfx
 from streamfx.lazy import deferred, steps
 from tests.support.deferred import IDS, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
 from tests.support.heads import VOCABULARY, Decoder, decoder, some_ids
@@ -88,6 +89,14 @@ def backward_of_view_before_write(x: Tensor) -> Tensor:
     return best
 
 
+def backward_of_view_with_hook(x: Tensor) -> None:
+    """A write that autograd does not see leaves the view its history."""
+    part = x[:, 1:]
+    part.register_hook(lambda gradient: gradient * 1.5)
+    x.data.mul_(0.75)
+    (part.square() * WEIGHTS[:, 1:]).sum().backward()
+
+
 BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: (x * WEIGHTS).sum().backward(),
     "its own": lambda x: x.backward(WEIGHTS),
@@ -102,6 +111,7 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
     "a retained gradient": backward_with_retained,
     "after a write": backward_after_write,
     "of a value that was then written into": backward_of_stale,
+    "of a view with a hook, past autograd": backward_of_view_with_hook,
     "of a view taken before a write": backward_of_view_before_write,
     "after a touch in inference mode": backward_after_inference,
     "reentrant checkpoint": lambda x: backward_checkpointed(x, True),
@@ -113,6 +123,25 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_gradients_through_it(compiled: Compiled, name: str) -> None:
     assert_behaves(compiled, BACKWARDS[name])
+
+
+TURNED: dict[str, Callable[[Tensor], Any]] = {
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "swapaxes_": lambda x: x.swapaxes_(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("writes_to_view", [True, False])
+def test_what_was_turned_in_place_is_not_written_to(compiled: Compiled, name: str, writes_to_view: bool) -> None:
+    """Autograd would view the turned base again for the gradient of a view that was taken before."""
+    logits = compiled.deferred()
+    part = logits[:, 1:]
+    TURNED[name](logits)
+    with pytest.raises(streamfx.TurnedOutput, match="turned in place"):
+        (part if writes_to_view else logits).mul_(0.5)
+    (logits * 2.0).sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "streambp"])

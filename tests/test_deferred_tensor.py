@@ -70,7 +70,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "write after a row was read": lambda x: (lambda row, sum: (x.mul_(2), row + sum)[1])(x[:, -1], x[:, -1].sum()),
     "write into a row that was read": lambda x: (lambda row: (row.sum(), row.mul_(2), x.sum()))(x[:, -1]),
     "transpose in place": lambda x: changed(x * 1, lambda x: x.transpose_(0, 2)),
-    "transpose it in place": lambda x: (lambda row: (x.transpose_(0, 2), x.add_(1), row * 1)[2])(x[0]),
+    "transpose it in place": lambda x: (lambda x, row: (x.transpose_(0, 2), x.add_(1), row * 1)[2])(x.detach(), x.detach()[0]),
     "detach in place": lambda x: (x.detach_().requires_grad, x.sum()),
     "other data": lambda x: changed(x.detach(), lambda x: setattr(x, "data", torch.ones_like(x))),
 }

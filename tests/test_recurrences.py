@@ -292,3 +292,23 @@ def test_hard_loops_are_exact(mixer: Mixer) -> None:
     model = decoders.made(lambda: Mixed(mixer))
     ids = layouts.tokens(23, LENGTH, LENGTH, 0)  # as many sequences as rows
     compare(model, {"ids": ids, "labels": ids}, chunk_size=4, also=(1, 3, LENGTH), streams=None)
+
+
+def test_a_counter_beside_the_state_is_compiled_in_no_time() -> None:
+    """It is read twice in each step: what asks of each value whether it is cheap must not ask of its operands again and again."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(11, 8, dtype=torch.float64), nn.Linear(8, 11, dtype=torch.float64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            y, h, c, rows = self.embed(ids), 0.0, torch.zeros(ids.shape[0], dtype=torch.int64), []
+            for t in range(ids.shape[1]):
+                c = torch.where(ids[:, t] == 3, 0, c + 1)
+                h = h * 0.5 + y[:, t]
+                rows.append(h * (c % 3)[:, None])
+            return F.cross_entropy(self.head(torch.stack(rows, 1)).flatten(0, 1), ids.flatten())
+
+    compare(Counted(), {"ids": torch.randint(11, (2, 40), generator=torch.Generator().manual_seed(1))}, streams=None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import sympy
@@ -33,7 +34,7 @@ from streamfx.passes.operators.aliasing import MEMORIES
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
-from streamfx.passes.partition.regions import Region, is_loop_value, place
+from streamfx.passes.partition.regions import Region, place
 from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
@@ -194,7 +195,7 @@ class _BackwardBuilder(OuterBuilder):
 
     def _is_saved(self, node: fx.Node) -> bool:
         is_dropped = self.plan.is_dropped(node)
-        return is_tensor(node) and self.forward.has(node) and not is_dropped and not self._is_made_again(node)
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._made_again
 
     def value(self, node: fx.Node) -> fx.Node | None:
         if node not in self.env and self._is_saved(node):
@@ -250,21 +251,26 @@ class _BackwardBuilder(OuterBuilder):
         made.target, made.meta = made.name, meta
         return made
 
-    def _is_made_again(self, node: fx.Node) -> bool:
+    @cached_property
+    def _made_again(self) -> frozenset[fx.Node]:
         """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
-        if node.op == "get_attr":
-            return True
-        if node.op == "placeholder" or is_loop_value(node, self.layout):
-            return False
+        found = set(self.joint.graph.find_nodes(op="get_attr"))
+        for node in self.joint.nodes:
+            sources = producer_of(node).all_input_nodes
+            if self._is_cheap_outside(node) and all(
+                _is_lasting_input(item) or is_size(item) or item in found for item in sources
+            ):
+                found.add(node)
+        return frozenset(found)
+
+    def _is_cheap_outside(self, node: fx.Node) -> bool:
         producer = producer_of(node)
         return (
-            self.layout.demand.form(node) is Form.SCALAR
+            is_tensor(node)
+            and self.layout.demand.form(node) is Form.SCALAR
             and (producer in self.layout.axes.signatures or unpacks(producer))
             and not is_expensive(node)
             and not is_random(producer)
-            and all(
-                _is_lasting_input(source) or is_size(source) or self._is_made_again(source) for source in producer.all_input_nodes
-            )
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from streamfx.errors import TurnedOutput
 from streamfx.lazy.cells import Cell, Step
 from streamfx.lazy.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.lazy.rebuild import Source
@@ -45,6 +46,8 @@ class DeferredTensor(Tensor):
 
     _cell: Cell
     _traced: bool  # made by a compiler's tracing, which sees plain tensors only
+    _has_views = False  # views of it were taken
+    _is_turned = False  # in place, after that, where autograd follows it
     _is_part = False  # small, of something large that is not there: see NOTE [Gradients that spread]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
@@ -91,7 +94,9 @@ class DeferredTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        """The same memory, with a version of its own: autograd does not see what is written to it."""
+        shown = self.detach()
+        return shown if self._traced or not isinstance(shown, DeferredTensor) else _tensor(shown._cell, self.device)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -227,6 +232,7 @@ def _waiting(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: S
     args, kwargs = _plain(tuple(args), _cell_of), _plain(dict(kwargs), _cell_of)
     first = args[0] if args and isinstance(args[0], Cell) else None
     if first is not None and is_view(func):
+        given[0]._has_views = True
         with reentrant_dispatch():
             parts = viewed(func, first, args[1:], kwargs)
         return [_tensor(part, device) for part in parts] if isinstance(parts, list) else _tensor(parts, device)
@@ -307,10 +313,14 @@ def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that write: into the shared memory. What they return is the tensor that they were given."""
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
+    if target is not None:
+        _refuse_turned(target, func)
     if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
         return target
     given: dict[int, DeferredTensor] = {}
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
+    for value in targets.values():
+        _refuse_turned(value, func)
 
     def get(tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in targets:
@@ -323,6 +333,19 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in given.values():
         torch.autograd.graph.increment_version(tensor._cell.read())
     return pytree.tree_map_only(Tensor, lambda value: given.get(id(value), value), result)
+
+
+def _refuse_turned(tensor: DeferredTensor, func: Any) -> None:
+    """Autograd follows a view of a wrapper by viewing its base again, which may lie otherwise by now; of memory it knows how the
+    view lies there.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_turned for item in (tensor, base)):
+        raise TurnedOutput(
+            f"{func} writes to an output that is computed when it is touched",
+            found="it was turned in place before, and views of it had been taken before that",
+            do='turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"',
+        )
 
 
 def _overwritten(func: Any, target: DeferredTensor, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -348,4 +371,5 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)
         tensor._cell = Cell(value, step=Step(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
+        tensor._is_turned = tensor.requires_grad and tensor._has_views
     return tensor
