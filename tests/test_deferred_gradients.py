@@ -125,6 +125,15 @@ def test_gradients_through_it(compiled: Compiled, name: str) -> None:
     assert_behaves(compiled, BACKWARDS[name])
 
 
+def test_a_view_of_what_was_written_is_used_without_a_gradient(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its history is written anew when it is asked for, which only autograd can do."""
+    monkeypatch.setattr(steps, "LEAST", 1)
+    logits = compiled.deferred()
+    last = logits[:, -1]
+    logits.mul_(2)
+    assert_same(last.detach() * 1, compiled.dense()[:, -1].detach() * 2)
+
+
 TURNED: dict[str, Callable[[Tensor], Any]] = {
     "transpose_": lambda x: x.transpose_(0, 1),
     "unsqueeze_": lambda x: x.unsqueeze_(0),

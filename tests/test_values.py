@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from streamfx.ir.ranges import Range, constant, everything, hull, in_type, is_exact_in
+from streamfx.ir.ranges import Range, activation, assumed_of, constant, everything, hull, in_type, is_exact_in
 from streamfx.passes.operators.values import TRANSFERS, Values
+from streamfx.passes.operators.values.arithmetic import plus, times
 from tests.support.spread import spread
 from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, Sample, samples, traced_values
 
@@ -269,3 +271,15 @@ FOUND: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_was_found_is_within_its_range(name: str) -> None:
     numbers = torch.linspace(-40, 40, 8, dtype=torch.float64)
     _check(FOUND[name], [numbers], name)
+
+
+def test_what_weights_are_multiplied_by_adds_up() -> None:
+    """Known numbers make of ordinary ones what no assumption covers, one after the other, too; sums and weights do not."""
+    known = activation(torch.float64)
+    for count in range(1, 4):
+        made = times(known, constant(1e5))
+        known = replace(made, assumed=assumed_of([known, constant(1e5)], made))
+        assert bool(known.assumed) == known.is_ordinary == (count < 3)
+    ordinary = activation(torch.float64)
+    for made in (plus(ordinary, ordinary), times(ordinary, ordinary)):
+        assert assumed_of([ordinary, ordinary], made) == pytest.approx(1)
