@@ -83,7 +83,7 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if index is None or shape_of_node(arguments["self"])[1:] != width:
         return None
     if node.target is aten.gather.default:
-        if not counts_from_start(index):
+        if not is_never_negative(index):
             is_there = writer.call(aten.all.default, writer.call(aten.ge.Scalar, index, 0))
             writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 0")
         return writer.call(aten.index.Tensor, arguments["self"], [index])
@@ -92,7 +92,7 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
 
 
-def counts_from_start(index: fx.Node) -> bool:
+def is_never_negative(index: fx.Node) -> bool:
     """Whether a vector of numbers is made by what makes no negative ones: the places of sorted elements, divided perhaps."""
     while index.meta["val"].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_share(index)):
         index = node_argument(index)

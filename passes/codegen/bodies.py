@@ -174,7 +174,7 @@ class BodyBuilder(BodyInputs):
         return selector.rows == placement.rows or (placement.outer, placement.inner) == (1, 1)
 
     def _asked_for(self, need: Need) -> fx.Node:
-        """Of the chunk's own rows those that an axis beside theirs stands for: it may begin later, or end earlier."""
+        """The chunk's own rows of a value; of an axis that begins later or ends earlier those rows that both have."""
         value, length = self.value(need.operand), self.length
         for placement, _, selector in need.where:
             own = placement.rows

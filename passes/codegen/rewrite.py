@@ -195,7 +195,7 @@ class _BackwardBuilder(OuterBuilder):
 
     def _is_saved(self, node: fx.Node) -> bool:
         is_dropped = self.plan.is_dropped(node)
-        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._made_again
+        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._repeated
 
     def value(self, node: fx.Node) -> fx.Node | None:
         if node not in self.env and self._is_saved(node):
@@ -252,7 +252,7 @@ class _BackwardBuilder(OuterBuilder):
         return made
 
     @cached_property
-    def _made_again(self) -> frozenset[fx.Node]:
+    def _repeated(self) -> frozenset[fx.Node]:
         """Views and casts of parameters, and packed ones unpacked: cheaper to repeat than to hold until the backward half."""
         found = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:

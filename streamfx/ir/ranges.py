@@ -111,8 +111,11 @@ def hull(*ranges: Range) -> Range:
 
 
 def assumed_of(ranges: Sequence[Range], made: Range | None = None) -> Number:
-    """What is assumed of a value that is one of others, or made of them: something where these are weights and activations, and
-    nothing beside them is large by itself.
+    """By how much a value was made larger than weights and activations are (`Range.assumed`); 0 where it is not assumed at all:
+    where none of its operands is, or one of the others is large by itself, or it was made larger by more than `LARGER`.
+
+    A value that is one of its operands takes the most of theirs. One that is computed, with a range `made`, takes their product,
+    times what the range is larger than that of a product of the assumed operands; and never more than its range is.
     """
     sources = [r for r in ranges if r.assumed]
     if not sources or any(not r.assumed and not r.magnitude <= ACTIVATION for r in ranges):

@@ -68,8 +68,8 @@ def resume(
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:
-    """The chunk's first row is joined to the carry before the rest follows: in eager's order, in which what would be infinite by
-    itself need not be.
+    """Rows of a scan, from the carry. It is joined to the first row, not to all scanned rows: in eager's order a product of the
+    chunk alone, say, cannot overflow behind a carry of zero.
     """
     rows = rows.to(carry.dtype)
     if before and rows.shape[dim]:

@@ -196,13 +196,15 @@ def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any]
 
 
 def _at_ends(known: Range, dtype: torch.dtype) -> Range:
-    """Where a type ends, devices find nothing or a little for a function's value, much or infinity, each in its way."""
+    """A function's range, wider where devices may differ: by what half types round on the way; to zero or to the least normal
+    number below that number; and to infinity within the last two powers of two, where an intermediate result may overflow.
+    """
     if not dtype.is_floating_point:
         return known
     ends = torch.finfo(dtype)
     rough = 2 * ends.eps if dtype in HALF_TYPES else 0  # which some round to on the way
     low, high = scaled(known.low, -rough), scaled(known.high, rough)
-    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # further below what a type can hold there is nothing
+    if ends.tiny * 2.0**-60 < abs(low) < ends.tiny:  # what is 2^60 times less than that is zero on every device
         low = 0 if low > 0 else -ends.tiny
     if ends.tiny * 2.0**-60 < abs(high) < ends.tiny:
         high = ends.tiny if high > 0 else 0
