@@ -125,6 +125,17 @@ def test_gradients_through_it(compiled: Compiled, name: str) -> None:
     assert_behaves(compiled, BACKWARDS[name])
 
 
+def test_what_was_turned_in_place_may_be_read(compiled: Compiled) -> None:
+    """By operators that write elsewhere, too."""
+    with torch.no_grad():
+        logits, dense = compiled.deferred(), compiled.dense()
+        for x in (logits, dense):
+            x[:, 1:].sum()
+            x.transpose_(0, 1)
+    plain = torch.empty(())
+    assert_same(torch.sum(logits.detach(), dim=(0, 1, 2), out=plain.double()), dense.detach().sum())
+
+
 def test_a_view_of_what_was_written_is_used_without_a_gradient(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its history is written anew when it is asked for, which only autograd can do."""
     monkeypatch.setattr(steps, "LEAST", 1)

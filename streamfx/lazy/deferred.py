@@ -312,15 +312,13 @@ def _plain(values: Any, get: Callable[[DeferredTensor], Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that write: into the shared memory. What they return is the tensor that they were given."""
-    target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
-    if target is not None:
-        _refuse_turned(target, func)
-    if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
-        return target
-    given: dict[int, DeferredTensor] = {}
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
     for value in targets.values():
         _refuse_turned(value, func)
+    target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
+    if target is not None and not target._traced and _overwritten(func, target, rest, kwargs):
+        return target
+    given: dict[int, DeferredTensor] = {}
 
     def get(tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in targets:
