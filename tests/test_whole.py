@@ -147,7 +147,7 @@ def test_what_is_around_an_operator_streams(name: str) -> None:
     assert all("test_whole.py" in reason and line in reason and "please report" not in reason for reason in reasons)
 
 
-@pytest.mark.filterwarnings("ignore:Raw SymInt")
+@pytest.mark.filterwarnings("error:Raw SymInt")
 def test_memory_is_read_at_any_length() -> None:
     """Where it begins follows from the length."""
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
 from streamfx.ir.sizes import Size, size_of
-from streamfx.ir.writer import GraphWriter
+from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
@@ -78,19 +78,25 @@ def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
     these are apart in later calls.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
-    root, shown, given = _root(operand), operand.meta["val"], arguments["storage_offset"]
+    root, given = _root(operand), arguments["storage_offset"]
     if root.op == "placeholder" and given is not None:
         return
-    begins = root.meta["val"].storage_offset()
-    offset = (shown.storage_offset() if given is None else given) - begins
-    where = (arguments["size"], arguments["stride"], offset)
+    begins, shown = offset_argument(root, writer), offset_argument(operand, writer)
+    where = (arguments["size"], arguments["stride"], _less(shown if given is None else given, begins, writer))
     if node.target is aten.as_strided.default:
         made = writer.call(strided, root, *where)
     else:
         written = writer.call(strided_scatter, root, node.args[1], *where)
-        made = writer.call(strided, written, list(shown.shape), list(shown.stride()), shown.storage_offset() - begins)
+        lies = size_arguments(operand, writer), stride_arguments(operand, writer)
+        made = writer.call(strided, written, *lies, _less(shown, begins, writer))
     node.replace_all_uses_with(made, propagate_meta=False)
     writer.graph.erase_node(node)
+
+
+def _less(number: Any, other: Any, writer: GraphWriter) -> Any:
+    return (
+        writer.call(operator.sub, number, other) if isinstance(number, fx.Node) or isinstance(other, fx.Node) else number - other
+    )
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -79,7 +79,7 @@ class OuterBuilder:
             self._constant(node)
             return
 
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._taken_by(node))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
         made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
         made.meta = dict(node.meta)
         self.env[node] = made
@@ -87,15 +87,13 @@ class OuterBuilder:
             if is_part(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
 
-    def _taken_by(self, node: fx.Node) -> Callable[[Any], Any]:
+    def _taken_by(self, node: fx.Node) -> Callable[[fx.Node], Any]:
         """What an operator is given for its arguments; an opaque one takes tensors laid out as in the trace."""
         layouts = iter(node.meta.get(LAYOUTS, ()))
 
-        def taken(argument: Any) -> Any:
-            if isinstance(argument, torch.SymInt) or is_size(argument):
-                return self.number(size_of(argument if isinstance(argument, torch.SymInt) else argument.meta["val"]))
-            if not isinstance(argument, fx.Node):
-                return argument
+        def taken(argument: fx.Node) -> Any:
+            if is_size(argument):
+                return self.number(size_of(argument.meta["val"]))
             value = self.operand(argument)
             strides = next(layouts, None) if is_tensor(argument) else None
             return value if strides is None else self.laid_out(value, argument, strides)

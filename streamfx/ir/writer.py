@@ -51,3 +51,15 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
     """The sizes of a value as arguments: numbers, or nodes that read those that are dynamic."""
     shape = node.meta["val"].shape
     return [size if isinstance(size, int) else writer.call(aten.sym_size.int, node, dim) for dim, size in enumerate(shape)]
+
+
+def stride_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
+    """The strides of a value as arguments."""
+    strides = node.meta["val"].stride()
+    return [item if isinstance(item, int) else writer.call(aten.sym_stride.int, node, dim) for dim, item in enumerate(strides)]
+
+
+def offset_argument(node: fx.Node, writer: GraphWriter) -> Any:
+    """Where a value begins in its memory, as an argument."""
+    offset = node.meta["val"].storage_offset()
+    return offset if isinstance(offset, int) else writer.call(aten.sym_storage_offset.default, node)
