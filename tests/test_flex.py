@@ -254,6 +254,33 @@ def warnings_that_do_not_break() -> Iterator[None]:
 OF_TRANSFORMERS = [("gemma2", CAUSAL | {"window(5)"})]
 
 
+HALF_SCORES: dict[str, Callable[[Block], Score]] = {
+    "in float32": lambda block: lambda score, b, h, m, n: score + block.fixed[h] * (n + 1000),
+    "whole numbers": lambda block: lambda score, b, h, m, n: score - (1000 + m - n),
+    "in the type of queries": lambda block: lambda score, b, h, m, n: score + block.table[h, n],
+}
+
+
+@pytest.mark.parametrize("name", HALF_SCORES)
+def test_what_is_added_to_scores_of_half_precision_is_not_rounded(name: str) -> None:
+    """Scores are in float32, whatever queries are: ALiBi's slopes times positions are more than bfloat16 tells apart."""
+    model = Decoder(causal, HALF_SCORES[name]).bfloat16()
+    for block in model.blocks:
+        block.fixed = torch.rand(2)
+    given = {**inputs(), "labels": torch.randint(0, VOCABULARY, (2, LENGTH))}
+    exact = copy.deepcopy(model).double()
+    for block in exact.blocks:
+        block.fixed = block.fixed.float()  # the very numbers, not rounded on the way
+    truth = outcome(exact, exact, given)
+
+    def error(function: Callable[..., Any]) -> float:
+        made = outcome(function, model, given)
+        pairs = [(made.gradients[name], own) for name, own in truth.gradients.items() if own is not None]
+        return max(float((one.double() - own).norm() / own.norm()) for one, own in pairs if own.norm() > 1e-3)
+
+    assert error(torch.compile(model, backend=recorder(chunk_size=7, loss_chunk_size=7))) <= 1.5 * error(model)
+
+
 @pytest.mark.parametrize(("model_type", "attention"), only(OF_TRANSFORMERS, [("llama", CAUSAL), *OF_TRANSFORMERS]))
 def test_transformers(model_type: str, attention: set[str], warnings_that_do_not_break: None) -> None:
     """transformers makes its block mask in graphs of their own; compared with its own spelled-out attention."""

@@ -129,7 +129,10 @@ class _Call:
 
     @cached_property
     def addition(self) -> str:
-        """What the score function does with the score: "none", "sum" where it adds something to it, "other"."""
+        """What the score function does with the score: "none", "sum" where it adds something to it, "other".
+
+        A kernel takes what is added in the queries' type; eager adds it to scores in float32, in whatever type it is.
+        """
         function: fx.GraphModule = self.score.meta["streamfx_graph"]
         score, *_ = function.graph.find_nodes(op="placeholder")
         result = function.graph.output_node().args[0]
@@ -138,7 +141,12 @@ class _Call:
         if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
             return "other"
         added = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
-        return "sum" if added.count(score) == 1 and result.args.count(score) == 1 else "other"
+        if added.count(score) != 1 or result.args.count(score) != 1:
+            return "other"
+        other = next(item for item in result.args if item is not score)
+        dtype = self.query.meta["val"].dtype
+        is_held = dtype.itemsize > 2 or (isinstance(other, fx.Node) and getattr(other.meta.get("val"), "dtype", None) == dtype)
+        return "sum" if is_held else "other"
 
     # -- what each result equals
 
