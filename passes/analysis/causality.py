@@ -27,6 +27,7 @@ from streamfx.ir.signature import Signature
 from streamfx.ir.span import Span
 from streamfx.passes.analysis.fused_scores import finite_hides
 from streamfx.passes.analysis.masks import Masks
+from streamfx.passes.operators.linearity import is_linear
 from streamfx.passes.operators.traits import producer_of
 
 aten = torch.ops.aten
@@ -150,7 +151,7 @@ def _support(node: fx.Node, masks: Masks, axes: AxisFacts, demand: DemandFacts) 
         supports = [
             masks.of(operand).support(_is_zero)
             for operand in tensor_operands(node)
-            if len(axes.sequence_dims(axes.shapes[operand])) == 2
+            if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])
         ]
         return max(supports, key=_narrowness) if supports else (None, None)
     return None
@@ -161,7 +162,7 @@ def _narrowness(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
 
 
 def _is_zero(fact: Fact) -> bool:
-    """Zero adds nothing to a sum. What may be NaN besides makes eager's own sum NaN."""
+    """Zero adds nothing to a sum that is linear in it. What may be NaN besides makes eager's own sum NaN."""
     return isinstance(fact, Range) and fact.is_zero
 
 

@@ -120,6 +120,11 @@ def fractions(value: Any) -> bool:
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
+def adds(value: Any) -> bool:
+    """What is put into places is added there: of what is put twice into one place, either might stay."""
+    return value is True
+
+
 def _in(*together: str, **given: Condition) -> Linear:
     return Linear(together, given)
 
@@ -131,6 +136,7 @@ def _any(*names: str) -> dict[str, Condition]:
 _SUM = _in("self", dim=anything, keepdim=anything, dtype=fractions)
 _LOSS = _in("grad_output", **_any("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
 _SHARES = _in("grad_output", output=anything, dim=anything, input_dtype=fractions)
+_ADDED = _in("self", "values", indices=anything, accumulate=adds)
 _MOVED = _in("self", **_any("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
 _POINTWISE = _any("self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask")
 _SLOPE = _in("grad_output", **_POINTWISE, **_any("self_or_result", "negative_slope", "self_is_result", "beta", "buffer"))
@@ -165,6 +171,8 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.masked_fill.Scalar: (_in("self", "value", mask=anything),),
     aten.scatter.src: (_in("self", "src", dim=anything, index=anything),),
     aten.scatter_add.default: (_in("self", "src", dim=anything, index=anything),),
+    aten.index_add.default: (_in("self", "source", **_any("dim", "index", "alpha")),),
+    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), (_ADDED,)),
     aten.gather.default: (_in("self", **_any("dim", "index", "sparse_grad")),),
     aten._to_copy.default: (
         _in("self", dtype=fractions, **_any("layout", "device", "pin_memory", "non_blocking", "memory_format")),
