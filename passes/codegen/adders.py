@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.ir.needs import Layout
+from streamfx.ir.sizes import Size, product
 from streamfx.runtime import sums
 from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGE, GROUPED_OUTER
 
@@ -47,3 +49,12 @@ ADDERS: dict[Any, Adder] = {
     aten.bmm.default: _mm,
     aten.embedding_dense_backward.default: _look_up,
 }
+
+
+def mean_count(node: fx.Node, layout: Layout) -> Size:
+    """What a sum over the sequence is divided by in the end: the number of elements a mean was taken over."""
+    signature = layout.axes.signatures[node]
+    if signature.combine != "mean":
+        return 1
+    table = layout.axes.table
+    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())

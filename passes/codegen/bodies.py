@@ -17,7 +17,7 @@ from torch import fx
 from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor
 from streamfx.ir.lazy_module import LazyGraphModule
-from streamfx.ir.needs import OWN_ROWS, Layout, Need
+from streamfx.ir.needs import Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.ir.program import (
     CHUNKS,
@@ -29,13 +29,12 @@ from streamfx.ir.program import (
     LoopSpec,
     Placement,
     Selector,
-    Shifted,
     Stacked,
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
-from streamfx.passes.codegen.adders import ADDERS
+from streamfx.passes.codegen.adders import ADDERS, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.operators.traits import is_random, producer_of
 from streamfx.passes.partition.regions import LoopContent, is_loop_value
@@ -169,20 +168,19 @@ class BodyBuilder(BodyInputs):
 
     def _is_own_rows(self, need: Need) -> bool:
         placement, _, selector = need.where[0]
-        if not isinstance(selector, Shifted) or self.layout.distance(placement, selector) != OWN_ROWS:
-            return False
-        return selector.rows == placement.rows or (placement.outer, placement.inner) == (1, 1)
+        shown = self.layout.shown_rows(placement, selector)
+        return shown is not None and (shown.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
     def _asked_for(self, need: Need) -> fx.Node:
         """The chunk's own rows of a value; of an axis that begins later or ends earlier those rows that both have."""
         value, length = self.value(need.operand), self.length
         for placement, _, selector in need.where:
-            own = placement.rows
-            if isinstance(selector, Shifted) and selector.rows != own and self.layout.distance(placement, selector) == OWN_ROWS:
-                start = first_shifted(selector, own.length, length) - first_in_chunk(own, length)
-                bounds = self.number(start), self.number(start + rows_shifted(selector, own.length, length))
+            own, shown = placement.rows, self.layout.shown_rows(placement, selector)
+            if shown is not None and shown.rows != own:
+                start = first_shifted(shown, own.length, length) - first_in_chunk(own, length)
+                bounds = self.number(start), self.number(start + rows_shifted(shown, own.length, length))
                 value = self.graph.call_function(aten.slice.Tensor, (value, placement.dim, *bounds))
-        return value  # type: ignore[no-any-return]
+        return value
 
     def prefix(self, need: Need) -> fx.Node:
         """Rows of a value of this loop that earlier chunks have made, and its own: kept in a buffer."""
@@ -217,8 +215,7 @@ class BodyBuilder(BodyInputs):
         if operand not in self.deposits:
             part = self.value(operand)
             (placement,) = self.layout.placements(operand)
-            dtype = operand.meta["val"].dtype
-            index = self._new_buffer(operand, self.plan.sum_type(dtype), zeroed=True)
+            index = self._new_buffer(operand, self.plan.sum_type(operand), zeroed=True)
             span = self.layout.span(producer_of(operand))
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
             self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, (visible, part))
@@ -250,11 +247,15 @@ class BodyBuilder(BodyInputs):
         self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed))
         return len(self.buffers) - 1
 
+    def total_type(self, node: fx.Node) -> torch.dtype:
+        """The type in which the parts of a sum are made and added. The sum of a mean may be too large for a narrow type."""
+        is_mean = self.layout.axes.signatures[producer_of(node)].combine == "mean"
+        return carry_type(node.meta["val"].dtype) if is_mean else self.plan.sum_type(node)
+
     def accumulate(self, node: fx.Node) -> Kept:
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
-        producer, dtype = producer_of(node), node.meta["val"].dtype
-        count = mean_count(producer, self.layout)
-        index = self._new_buffer(node, self.plan.sum_type(dtype) if count == 1 else carry_type(dtype), zeroed=True)
+        dtype, count = node.meta["val"].dtype, mean_count(producer_of(node), self.layout)
+        index = self._new_buffer(node, self.total_type(node), zeroed=True)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
         function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))
@@ -366,15 +367,6 @@ class BodyBuilder(BodyInputs):
         roles = self.layout.demand.roles[producer]
         dim = self.layout.axes.signatures[producer].results[result][placement.dim]
         return any(roles.get(letter) is Role.ROWS for letter in dim)
-
-
-def mean_count(node: fx.Node, layout: Layout) -> Size:
-    """What a sum over the sequence is divided by in the end: the number of elements a mean was taken over."""
-    signature = layout.axes.signatures[node]
-    if signature.combine != "mean":
-        return 1
-    table = layout.axes.table
-    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted())
 
 
 def emitter_of(node: fx.Node) -> Emitter:

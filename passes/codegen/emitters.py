@@ -14,8 +14,8 @@ from streamfx.ir.program import CHUNK, Same, Shifted
 from streamfx.ir.recurrence import RecurrencePlan
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import size_of
-from streamfx.passes.codegen.adders import arranged
-from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits, mean_count
+from streamfx.passes.codegen.adders import arranged, mean_count
+from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.operators.rules.attention import M, N
 from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
 from streamfx.passes.operators.rules.views import vanishing
@@ -25,7 +25,6 @@ from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence
-from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -50,14 +49,12 @@ def mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (operand,) = builder.operands(node)
     rank = len(builder.layout.axes.shapes[tensor_operands(node)[0]])
     dims = arguments.get("dim") or list(range(rank))
-    dtype: torch.dtype = node.meta["val"].dtype
-    wide: dict[str, Any] = {"dtype": carry_type(dtype)}  # a sum may be too large for a narrow type where the mean is not
-    call = builder.graph.call_function
-    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), wide)
+    call, dtype, wide = builder.graph.call_function, node.meta["val"].dtype, builder.total_type(node)
+    total = call(aten.sum.dim_IntList, (operand, list(dims), arguments.get("keepdim", False)), {"dtype": wide})
     if builder.layout.demand.form(node) is Form.SUM:
         return total
     share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))
-    return share if wide["dtype"] == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
+    return share if wide == dtype else call(aten._to_copy.default, (share,), {"dtype": dtype})
 
 
 @emits(aten.sum.default, aten.sum.dim_IntList)
@@ -66,9 +63,9 @@ def part_of_a_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if builder.layout.demand.form(node) is not Form.SUM:
         return emit_copy(builder, node)
     args, kwargs = builder.arguments(node)
-    dtype: torch.dtype = node.meta["val"].dtype
-    wide: dict[str, Any] = {} if builder.plan.sum_type(dtype) == dtype else {"dtype": builder.plan.sum_type(dtype)}
-    return builder.graph.call_function(node.target, args, {**kwargs, **wide})  # type: ignore[arg-type]
+    wide = builder.total_type(node)
+    kwargs = kwargs if wide == node.meta["val"].dtype else {**kwargs, "dtype": wide}
+    return builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
 
 
 @emits(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

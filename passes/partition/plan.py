@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
@@ -34,12 +33,18 @@ class Plan:
         plan = ChunkPlan(
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
             kept=self.kept(facts),
-            accumulate=torch.float32 if self.options.accumulate == "float32" else None,
+            narrow=self.narrow(facts),
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts),
         )
         lengths = self.lengths(plan.kept, facts)
         return replace(facts, plan=plan, lengths=lengths or facts.lengths)
+
+    def narrow(self, facts: Facts) -> frozenset[fx.Node]:
+        """Sums that grow in their own type where that is asked for: those of gradients. Values are rounded once, as in eager."""
+        if self.options.accumulate == "float32":
+            return frozenset()
+        return frozenset(facts.joint.nodes) - facts.joint.forward
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
         """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""

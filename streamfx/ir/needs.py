@@ -110,6 +110,10 @@ class Layout:
                     return Shifted(self.rows(self.axes.letters[node][other]), window.start, window.reach)
         return None
 
+    def shown_rows(self, placement: Placement, selector: Selector) -> Shifted | None:
+        """The selector, where an axis lies beside the operand's: at its rows, though it may begin later or end earlier."""
+        return selector if isinstance(selector, Shifted) and self.distance(placement, selector) == OWN_ROWS else None
+
     def distance(self, placement: Placement, selector: Selector) -> Span:
         """How far the rows of a need with a single sequence dimension lie from the chunk's own; unbounded where unknown."""
         if isinstance(selector, Span):

@@ -52,14 +52,14 @@ ChunkSize: TypeAlias = "int | AutoChunk"
 class ChunkPlan:
     """`chunk_sizes` in rows of the sequence, values `kept` beside the stage's outputs, and outputs that are not kept, by stage.
 
-    `accumulate` is the type in which sums of low-precision gradients are kept; None is the gradient's own. What is `dropped` is
-    made again from the boundary before it, by the same forward loops, when the backward half gets there. What is `offloaded`
-    waits on the host until then.
+    Sums over chunks of low-precision numbers grow in float32, but for those that are `narrow`. What is `dropped` is made again
+    from the boundary before it, by the same forward loops, when the backward half gets there. What is `offloaded` waits on the
+    host until then.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]
     kept: tuple[tuple[fx.Node, ...], ...]
-    accumulate: torch.dtype | None = torch.float32
+    narrow: frozenset[fx.Node] = frozenset()
     dropped: tuple[tuple[fx.Node, ...], ...] = ()
     offloaded: tuple[tuple[fx.Node, ...], ...] = ()
 
@@ -71,7 +71,8 @@ class ChunkPlan:
     def _all_dropped(self) -> frozenset[fx.Node]:
         return frozenset(node for nodes in self.dropped for node in nodes)
 
-    def sum_type(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of a sum over chunks of values of type `dtype`."""
+    def sum_type(self, value: fx.Node) -> torch.dtype:
+        """The type in which a sum over chunks grows."""
+        dtype: torch.dtype = value.meta["val"].dtype
         is_low = dtype in (torch.bfloat16, torch.float16)
-        return self.accumulate if is_low and self.accumulate is not None else dtype
+        return torch.float32 if is_low and value not in self.narrow else dtype

@@ -71,9 +71,9 @@ def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, be
     """Rows of a scan, from the carry. It is joined to the first row, not to all scanned rows: in eager's order a product of the
     chunk alone, say, cannot overflow behind a carry of zero.
     """
-    rows = rows.to(carry.dtype)
-    if before and rows.shape[dim]:
-        rows = rows.clone()
+    is_joined = before > 0 and rows.shape[dim] > 0
+    rows = rows.to(carry.dtype, copy=is_joined)
+    if is_joined:
         first = rows.narrow(dim, rows.shape[dim] - 1 if reverse else 0, 1)
         first.copy_(JOINED[kind](carry, first))
     return from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)

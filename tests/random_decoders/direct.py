@@ -134,4 +134,4 @@ def traced(joint: Callable[..., Any], primals: list[Tensor], tangents: list[Tens
     """The graph of `joint` with values of one fake mode, as AOTAutograd's; tracing real tensors makes a mode for each."""
     mode = FakeTensorMode(allow_fallback_kernels=True)
     with patch.object(proxy_tensor, "FakeTensorMode", lambda **_: mode):
-        return proxy_tensor.make_fx(joint, dict(DECOMPOSITIONS))(primals, tangents)  # type: ignore[dict-item]
+        return proxy_tensor.make_fx(joint, dict(DECOMPOSITIONS))(primals, tangents)

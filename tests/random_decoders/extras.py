@@ -163,6 +163,14 @@ PAIRS: dict[str, tuple[str, ...]] = {
         "softmax over queries": "p.softmax(1) @ x",
     }.items()
 }
+LOOKED_UP: dict[str, tuple[str, ...]] = {  # what is zero where a key is hidden, and is a number of a row all the same
+    name: ("n = ((labels[..., None] + labels[:, None]) % 2) * (at <= at[:, None])", f"term = ({made} * x).square().mean()")
+    for name, made in {
+        "rows of a table by pairs": "self.square[n].sum(2)",
+        "rows of a table by pairs, embedded": "F.embedding(n, self.square).mean(2)",
+        "rows of a table by pairs and shares": "(self.square[n] * (at <= at[:, None])[..., None]).sum(2)",
+    }.items()
+}
 _FUNCTION = """
 class {name}(torch.autograd.Function):
     @staticmethod
@@ -276,6 +284,24 @@ FEW: dict[str, tuple[str, ...]] = {  # chunks of one row, or of none, and what d
         "term = (s.softmax(-1) @ z).square().mean()",
     ),
 }
+_ONES = "ones = (x.detach() > -1e9).half()"
+HALVES: dict[str, tuple[str, ...]] = {  # sums that float32 holds exactly, of parts that float16 does not
+    "sum of signs": (
+        _ONES,
+        "c = (ones * 40000 * torch.where(at < t // 2, 1.0, -1.0)[:, None].half()).sum(1)",
+        "term = (x.mean(1) * c.double() * 1e-4).square().mean()",
+    ),
+    "mean of many": (
+        _ONES,
+        "c = (ones * 20480).mean((0, 1))",
+        "term = (x * c.double() * 1e-4).square().mean()",
+    ),
+    "mean beside rows": (
+        _ONES,
+        "c = ones * (labels % 2 + 1)[..., None].half() * 20480",
+        "term = (x * (c - c.mean(1, keepdim=True)).double() * 1e-4).square().mean()",
+    ),
+}
 FEATURES: dict[
     str, tuple[int, str]
 ] = {  # how many parts of the width an input has, and what is made of it before the first layer
@@ -289,4 +315,4 @@ FEATURES: dict[
     "turned": (1, "feats.flip(-1)"),
 }
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
-LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **NUMBERS, **FEW}
+LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **LOOKED_UP, **NUMBERS, **FEW, **HALVES}

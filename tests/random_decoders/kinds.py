@@ -8,7 +8,20 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.extras import APART, ASSERTED, BYTES, ENDS, EXTRAS, FEATURES, FEW, NUMBERS, PAIRS, PLACES
+from tests.random_decoders.extras import (
+    APART,
+    ASSERTED,
+    BYTES,
+    ENDS,
+    EXTRAS,
+    FEATURES,
+    FEW,
+    HALVES,
+    LOOKED_UP,
+    NUMBERS,
+    PAIRS,
+    PLACES,
+)
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 
@@ -132,11 +145,13 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "places": partial(_beside, extras=PLACES),
     "ends": partial(_of_any_length, extras=ENDS),
     "pairs": partial(_beside, extras=PAIRS),
+    "looked up": partial(_beside, extras=LOOKED_UP),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
     "numbers": partial(_of_any_length, extras=NUMBERS),
     "few": _few,
+    "halves": partial(_beside, extras=HALVES),
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -148,6 +163,8 @@ OFTEN = (
     "numbers",
     "asserted",
     "bytes",
+    "halves",
+    "looked up",
 )
 
 

@@ -23,11 +23,12 @@ from torch.utils import _pytree as pytree
 
 from streamfx.backend import Compilation
 from streamfx.capture import captured
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
+from streamfx.passes.partition.plan import Plan
 from streamfx.runtime.outer import OuterGraph, OuterRunner
 from streamfx.torch_private.dynamo import raised_as_itself
 
@@ -228,10 +229,8 @@ class Recorded(Compilation):
         loops = facts.program.loops if facts.program is not None else ()
         if rows is None or own is None or same != self.options or any(loop.compiled is not None for loop in loops):
             return self.facts_for(options)
-        assert facts.axes is not None
-        granule = facts.axes.sequence.granule if facts.axes.sequence is not None else 1
         for loop in loops:
-            loop.spec = replace(loop.spec, chunk_size=-(-rows // granule) * granule)
+            loop.spec = replace(loop.spec, chunk_size=Plan(options).chunk_size(known(facts.stages).stages[0], facts))
         return facts
 
     def joint_values(self) -> list[Any]:

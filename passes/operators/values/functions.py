@@ -13,7 +13,7 @@ from streamfx.passes.operators.values.arithmetic import ANYTHING, ONE, minus, ne
 from streamfx.passes.operators.values.transfer import Call, elementwise
 
 aten = torch.ops.aten
-LEAST = 5e-324
+LEAST = 5e-324  # that double precision holds
 ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are this much wider
 
 

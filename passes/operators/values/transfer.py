@@ -191,7 +191,7 @@ def _elementwise(node: fx.Node, row: TransferFunction, arguments: dict[str, Any]
     more = {"call": Call(node, reader, arguments)} if row.takes_call else {}
     found = row.function(**{**arguments, **converted, **more})
     if row.is_exact:
-        return found  # type: ignore[no-any-return]
+        return found
     return tuple(_at_ends(item, dtype) for item in found) if isinstance(found, tuple) else _at_ends(found, dtype)
 
 
@@ -291,7 +291,7 @@ def _computed(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError):
             return None
         is_one = isinstance(result, torch.Tensor) and result.dtype == dtype and result.numel() == 1
-        return result.item() if is_one else None  # type: ignore[no-any-return]
+        return result.item() if is_one else None
 
 
 def about(number: float) -> Range:
