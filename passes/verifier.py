@@ -80,15 +80,15 @@ def _strangers(facts: Facts) -> Iterator[str]:
 
 
 def _named(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
-    if facts.axes is not None:
+    if facts.found_axes is not None:
         yield "axes", facts.axes.shapes
         yield "signatures", facts.axes.signatures
-    if facts.demand is not None:
+    if facts.found_demand is not None:
         yield "forms", facts.demand.forms
         yield "roles", facts.demand.roles
-    if facts.causality is not None:
+    if facts.found_causality is not None:
         yield "spans", facts.causality.spans
-    if facts.stages is not None:
+    if facts.found_stages is not None:
         yield "stages", [node for stage in facts.stages.stages for node in (*stage.forward, *stage.backward, *stage.outputs)]
-    if facts.plan is not None:
+    if facts.found_plan is not None:
         yield "plans", [node for nodes in (*facts.plan.kept, *facts.plan.dropped) for node in nodes]

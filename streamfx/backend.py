@@ -318,7 +318,7 @@ class Uses:
 
 def _is_cut(facts: Facts, cut: Cut) -> bool:
     """Whether all loops run over chunks of so many rows of the axis that was asked for."""
-    axes, inputs = facts.axes, facts.joint.graph.find_nodes(op="placeholder")
+    axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
     for position, dim in cut.along:

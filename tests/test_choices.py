@@ -76,7 +76,7 @@ def test_what_each_level_keeps() -> None:
     model = LossOf(deep(hf.qwen3, 2))
     (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
     facts = [recorded.facts_for(resolved({"save": save, "chunk_size": 6, "loss_chunk_size": 6})) for save in LEVELS]
-    kept = [{node.name: tuple(node.meta["val"].shape) for node in known(own.plan).kept[0]} for own in facts]
+    kept = [{node.name: tuple(node.meta["val"].shape) for node in own.plan.kept[0]} for own in facts]
     assert all(less.items() < more.items() for less, more in pairwise(kept))
     shapes = [sorted(more[name] for name in more.keys() - less.keys()) for less, more in pairwise(kept)]
     keys, queries, inner = hf.KEY_HEADS * hf.HEAD, hf.HEADS * hf.HEAD, hf.ROTARY["intermediate_size"]

@@ -217,7 +217,7 @@ def test_dynamic_shapes(score: Callable[[Block], Score] | None) -> None:
         given = inputs(length)
         assert_small(errors(outcome(function, own, given), outcome(model, model, given)), TOLERANCE, f"{length} rows")
     assert len(backend.compilations) == 1
-    assert set(backend.facts[0].causality.verdicts.values()) == CAUSAL  # type: ignore[union-attr]
+    assert set(backend.facts[0].causality.verdicts.values()) == CAUSAL
 
 
 def test_what_cannot_be_written_out_runs_whole() -> None:
@@ -300,6 +300,6 @@ def test_transformers(model_type: str, attention: set[str], warnings_that_do_not
     own, backend = copy.deepcopy(model), recorder(chunk_size=7, loss_chunk_size=7)
     own.config._attn_implementation = "flex_attention"
     assert_small(errors(outcome(torch.compile(own, backend=backend), own, given), truth), TOLERANCE, model_type)
-    verdicts = {verdict for facts in backend.facts if facts.causality for verdict in facts.causality.verdicts.values()}
+    verdicts = {verdict for facts in backend.facts if facts.found_causality for verdict in facts.causality.verdicts.values()}
     assert verdicts == attention
     assert not [reason for facts in backend.facts for reason in facts.reasons()]

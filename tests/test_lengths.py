@@ -88,11 +88,11 @@ def test_what_is_kept_because_it_is_small() -> None:
     """Results of attention are kept while they are small beside the model: for so long, and not for a longer sequence."""
     calls = Calls(chunk_size=8, loss_chunk_size=8)
     short = calls.step(9)
-    assert short is not None and any(known(short.plan).kept)
+    assert short is not None and any(short.plan.kept)
     assert 9 < most(short) < 64
     assert calls.step(most(short)) is None
     beyond = calls.step(most(short) + 1)
-    assert beyond is not None and not any(known(beyond.plan).kept)
+    assert beyond is not None and not any(beyond.plan.kept)
     assert calls.step(64) is None
     assert calls.step(8) is None
 

@@ -113,7 +113,6 @@ def test_roles_are_rows_and_keys(expression: str, seed: int) -> None:
 
     data = [torch.rand(2, t) < 0.6, torch.randint(0, 3, (2, t))]
     facts = compare_function(attention(mask), [*qkv(length=t, seed=seed), *data], (3,), streams=True)
-    assert facts.demand is not None and facts.axes is not None
     for node, roles in facts.demand.roles.items():
         if len(facts.axes.sequence_dims(facts.axes.results[node][0])) == 2:
             assert sorted(role.value for role in roles.values()) == [Role.KEYS.value, Role.ROWS.value], node

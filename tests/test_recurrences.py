@@ -157,7 +157,6 @@ def check(mixer: Mixer, length: int = LENGTH, layers: int = 1, count: int = 2, *
     ids = layouts.tokens(23, 2, length, 0)
     report = compare(decoders.made(lambda: Mixed(mixer, layers)), {"ids": ids, "labels": ids}, **options)
     (facts,) = report.facts
-    assert facts.demand is not None
     found = recurrences(facts)
     assert len(found) == count
     if options.get("streams", True):

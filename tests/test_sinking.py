@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from streamfx.ir.facts import known
 from streamfx.passes.partition.sinking import sunk
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
@@ -94,7 +93,5 @@ def test_early_exits() -> None:
     model = decoders.made(lambda: EarlyExits(3))
     report = compare(model, {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16), attention={"causal"})
     (facts,) = report.facts
-    wide = [
-        node for stage in known(facts.stages).stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape
-    ]
+    wide = [node for stage in facts.stages.stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape]
     assert not wide, "logits of an early layer wait for the last one"

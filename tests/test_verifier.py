@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts
 from streamfx.options import resolved
 from streamfx.passes.verifier import BrokenProduct, Verifier
 from tests.support.small import EXAMPLES
@@ -41,8 +41,8 @@ def said_to_be_longer(facts: Facts) -> Facts:
 
 def about_another_graph(facts: Facts) -> Facts:
     stranger = fx.Graph().placeholder("stranger")
-    axes = known(facts.axes)
-    return replace(facts, axes=replace(axes, shapes={**axes.shapes, stranger: ()}))
+    axes = facts.axes
+    return replace(facts, found_axes=replace(axes, shapes={**axes.shapes, stranger: ()}))
 
 
 FAULTS: dict[str, Callable[[Facts], Facts]] = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.spread import only
@@ -196,8 +196,7 @@ def check(mixer: Mixer, length: int = LENGTH, **options: Any) -> Report:
 
 
 def sequence_length(facts: Facts) -> Any:
-    assert facts.axes is not None and facts.axes.sequence is not None
-    return facts.axes.sequence.length
+    return known(facts.axes.sequence).length
 
 
 @pytest.mark.parametrize("mixer", CAUSAL, ids=lambda mixer: mixer.__name__)
@@ -282,10 +281,8 @@ def test_blocks_that_hand_on_states(length: int) -> None:
     """The states between blocks are found from all of them, and nothing else is."""
     report = check(scanned_in_blocks, length, chunk_size=3, also=(8,), streams=False)
     (facts,) = report.facts
-    assert facts.axes is not None and facts.axes.sequence is not None
-    assert facts.axes.sequence.granule == 4
+    assert known(facts.axes.sequence).granule == 4
     assert {reason.split(" ", 1)[1] for reason in facts.reasons()} == {"mixes blocks of rows of the sequence"}
-    assert facts.demand is not None
     wide = [node for node in facts.demand.reasons if node.meta["val"].numel() > 2 * length * WIDTH * WIDTH // 3]
     assert not wide
 

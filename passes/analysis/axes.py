@@ -63,7 +63,7 @@ class Axes:
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
-        return replace(facts, axes=sequence_axes(facts.joint))
+        return replace(facts, found_axes=sequence_axes(facts.joint))
 
 
 def sequence_axes(joint: JointGraph) -> AxisFacts:

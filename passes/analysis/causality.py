@@ -38,12 +38,11 @@ class Causality:
     name: ClassVar[str] = "causality"
 
     def apply(self, facts: Facts) -> Facts:
-        assert facts.axes is not None and facts.demand is not None
         causality = _spans(facts.joint, facts.axes, facts.demand)
         signatures = dict(facts.axes.signatures)
         for node in causality.exact:
             signatures[node] = _without_mask(node, signatures[node])
-        return replace(facts, axes=replace(facts.axes, signatures=signatures), causality=causality)
+        return replace(facts, found_axes=replace(facts.axes, signatures=signatures), found_causality=causality)
 
 
 def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> CausalityFacts:

@@ -40,8 +40,7 @@ class Demand:
     name: ClassVar[str] = "demand"
 
     def apply(self, facts: Facts) -> Facts:
-        assert facts.axes is not None
-        return replace(facts, demand=_Analysis(facts.joint, facts.axes, facts.whole).run())
+        return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole).run())
 
 
 class _Parity:

@@ -73,7 +73,6 @@ def multiples(stage: Stage, facts: Facts) -> tuple[Multiple, ...]:
 
 class _Finder:
     def __init__(self, stage: Stage, facts: Facts) -> None:
-        assert facts.axes is not None and facts.demand is not None
         self.stage, self.axes, self.forms, self.tangents = stage, facts.axes, facts.demand.forms, set(facts.joint.tangents)
         self.own = set(stage.backward)
         self.trained = trained_values(facts.joint)

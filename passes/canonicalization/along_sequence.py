@@ -31,9 +31,9 @@ class SumsAlongSequence:
     name: ClassVar[str] = "sums along the sequence"
 
     def apply(self, facts: Facts) -> Facts:
-        axes = facts.axes
+        axes = facts.found_axes
         found = [] if axes is None or axes.sequence is None else _run_along_sequence(facts.joint, axes)
-        return replace(facts, joint=_taken_apart(facts.joint, found), axes=None) if found else facts
+        return replace(facts, joint=_taken_apart(facts.joint, found), found_axes=None) if found else facts
 
 
 def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:

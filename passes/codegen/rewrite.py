@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, known
+from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_of_node
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import Layout
@@ -52,18 +52,17 @@ class Rewrite:
 
 class _Rewriter:
     def __init__(self, facts: Facts) -> None:
-        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
         self.facts, self.joint = facts, facts.joint
         self.layout = Layout(facts.axes, facts.demand, facts.causality)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
-        self.stages: tuple[Stage, ...] = known(facts.stages).stages
+        self.stages: tuple[Stage, ...] = facts.stages.stages
         self.device = device_of(facts.joint.graph)
 
     def program(self) -> Program:
         """Forward: the loops of each stage. Backward: those of the stages from the last to the first; stages whose inputs were
         dropped run again before. Both graphs, and what the one saves for the other.
         """
-        forward = OuterBuilder(self.layout, self.order, known(self.facts.plan))
+        forward = OuterBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
         for stage in self.stages:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
@@ -95,7 +94,7 @@ class _Rewriter:
 
     def _run_again(self, stage: Stage, backward: OuterBuilder) -> None:
         """Run the forward loops of the stages before this one whose outputs were dropped, from the last boundary on."""
-        dropped = known(self.facts.plan).dropped[: self.stages.index(stage)]
+        dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
             first -= 1
@@ -111,7 +110,7 @@ class _Rewriter:
                 outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
-        size: ChunkSize = known(self.facts.plan).chunk_sizes[self.stages.index(stage)]
+        size: ChunkSize = self.facts.plan.chunk_sizes[self.stages.index(stage)]
         return size
 
     def _add_inputs(self, outer: OuterBuilder) -> None:
@@ -127,7 +126,7 @@ class _Rewriter:
         wanted = list(stage.outputs)
         outputs = {output for output in self.joint.outputs if isinstance(output, fx.Node)}
         for node in stage.forward:
-            if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):  # type: ignore[union-attr]
+            if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
                 continue
             form = self.layout.demand.form(node)
             leaves = node in outputs or any(user not in inside for user in node.users)
@@ -135,7 +134,7 @@ class _Rewriter:
                 wanted.append(node)
         if stage.gradient_in_forward:
             wanted += [node for node in stage.gradients if is_tensor(node)]
-        return list(dict.fromkeys(wanted + list(known(self.facts.plan).kept[self.stages.index(stage)])))
+        return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
 
     def _results(self, forward: OuterBuilder) -> list[Any]:
         """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again."""
@@ -177,7 +176,7 @@ class _BackwardBuilder(OuterBuilder):
     """The backward half's outer graph: what it needs of the forward half is saved, or made again where that is cheap."""
 
     def __init__(self, rewriter: _Rewriter, forward: OuterBuilder) -> None:
-        super().__init__(rewriter.layout, rewriter.order, known(rewriter.facts.plan))
+        super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
         self.fetched: dict[fx.Node, fx.Node] = {}

@@ -67,7 +67,7 @@ def held_bytes(forward: fx.GraphModule) -> int:
 
 def kept_bytes(facts: Facts) -> int:
     """Bytes of what a plan keeps beside the outputs of stages."""
-    return sum(bytes_like(node.meta["val"]) for nodes in known(facts.plan).kept for node in nodes)
+    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
 
 
 def fits_whole(
@@ -123,7 +123,7 @@ class _Search:
 
     def candidates(self) -> Iterator[Candidate]:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
-        count = len(known(self.facts.stages).stages)
+        count = len(self.facts.stages.stages)
         save = "inputs" if self.options.save == "auto" else self.options.save
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
@@ -144,7 +144,7 @@ class _Search:
             candidate = Candidate(level, every)
             planned = Plan(self.with_choices(candidate)).apply(self.facts)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
-                found.setdefault(known(planned.plan).kept, candidate)
+                found.setdefault(planned.plan.kept, candidate)
         yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
@@ -163,7 +163,7 @@ class _Search:
 
     def rewritten(self, candidate: Candidate) -> Facts:
         planned = Plan(self.with_choices(candidate)).apply(self.facts)
-        own, other = known(self.facts.plan), known(planned.plan)
+        own, other = self.facts.plan, planned.plan
         return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
 
     # -- sizes of chunks
@@ -189,9 +189,7 @@ class _Search:
     def tokens(self) -> int:
         """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
         axes = self.facts.axes
-        assert axes is not None
-        stages = known(self.facts.stages).stages
-        outputs = [node for stage in stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+        outputs = [node for stage in self.facts.stages.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
         sizes = [node.meta["val"].shape for node in outputs]
         return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
 
@@ -248,14 +246,14 @@ class _Search:
 
     def chosen(self, facts: Facts, working_set: int | None) -> Facts:
         """The facts with the plan as it was decided on: chunks of a working set, and the lengths that it holds for."""
-        program, plan, found = known(facts.program), known(facts.plan), facts.lengths
+        program, plan, found = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
             furthest = self.lengths.furthest(lambda longer: self.still_fits(program, longer))
             set_most_rows(program, furthest)
             found = furthest.joined(facts.lengths)
-        return replace(facts, plan=plan, lengths=found, fitting=Fitting(self.budget, tuple(self.tried)))
+        return replace(facts, found_plan=plan, lengths=found, fitting=Fitting(self.budget, tuple(self.tried)))
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
         """Whether a program that fits does so for longer sequences, too, in chunks of about as many rows."""

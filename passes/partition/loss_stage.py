@@ -31,12 +31,11 @@ EARLIER, LAST = "earlier", "last"
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
     """The facts with such a last stage; None where there is none. The last products themselves may be allowed to be trained."""
     last = _Search(facts, with_trained_heads).found()
-    return None if not last else replace(facts, stages=stages_with(last, facts))
+    return None if not last else replace(facts, found_stages=stages_with(last, facts))
 
 
 class _Search:
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
-        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
         self.with_trained_heads = with_trained_heads
         self.facts, self.forms, self.static = facts, facts.demand.forms, facts.axes.static
         self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
@@ -86,7 +85,7 @@ class _Search:
         return heads
 
     def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
-        if node in self.facts.causality.spans:  # type: ignore[union-attr]
+        if node in self.facts.causality.spans:
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
 

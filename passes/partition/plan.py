@@ -29,7 +29,7 @@ class Plan:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        stages: tuple[Stage, ...] = known(facts.stages).stages
+        stages: tuple[Stage, ...] = facts.stages.stages
         plan = ChunkPlan(
             chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
             kept=self.kept(facts),
@@ -38,7 +38,7 @@ class Plan:
             offloaded=self.offloaded(facts),
         )
         lengths = self.lengths(plan.kept, facts)
-        return replace(facts, plan=plan, lengths=lengths or facts.lengths)
+        return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
 
     def narrow(self, facts: Facts) -> frozenset[fx.Node]:
         """Sums that grow in their own type where that is asked for: those of gradients. Values are rounded once, as in eager."""
@@ -55,19 +55,18 @@ class Plan:
 
     def chunk_size(self, stage: Stage, facts: Facts) -> ChunkSize:
         asked = self.options.loss_chunk_size if is_loss_stage(stage, facts) else self.options.chunk_size
-        assert facts.axes is not None and facts.axes.sequence is not None
-        granule = facts.axes.sequence.granule
+        granule = known(facts.axes.sequence).granule
         if asked != "auto":
             return -(-asked // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        stream_bytes = max((_row_bytes(other.outputs, facts) for other in known(facts.stages).stages), key=numeric)
+        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
 
         def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
-            return tuple(kept_values(stage, facts, level) for stage in known(facts.stages).stages)
+            return tuple(kept_values(stage, facts, level) for stage in facts.stages.stages)
 
         if self.options.save != "auto":
             return at(self.options.save)
@@ -78,17 +77,16 @@ class Plan:
         """Rows at the cuts that wait on the host, those of them that are kept."""
         if self.options.offload == "none":
             return ()
-        assert facts.demand is not None
         outputs = set(facts.joint.outputs)
         return tuple(
             tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS and node not in outputs)
-            for stage in known(facts.stages).stages
+            for stage in facts.stages.stages
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
-        stages: tuple[Stage, ...] = known(facts.stages).stages
+        stages: tuple[Stage, ...] = facts.stages.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
             return ()
         is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
@@ -108,8 +106,7 @@ def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
     """Whether a stage's output is rows that only it and the next stage use."""
-    assert facts.demand is not None
-    stages: tuple[Stage, ...] = known(facts.stages).stages
+    stages: tuple[Stage, ...] = facts.stages.stages
     own, following = stages[number], stages[number + 1]
     near = {*own.forward, *own.backward, *following.forward, *following.backward}
     return (
@@ -123,16 +120,13 @@ def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:
     """Whether a stage has no attention and sums over the sequence: the head and the loss."""
-    assert facts.demand is not None
     forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
-    has_keys = any(node in facts.causality.spans for node in stage.forward)  # type: ignore[union-attr]
+    has_keys = any(node in facts.causality.spans for node in stage.forward)
     return Form.SUM in forms and not has_keys
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     """Bytes that one row of the sequence takes in all values that `nodes` make by rows; scores have all keys in a row."""
-    assert facts.axes is not None
-    assert facts.demand is not None
     total: Size = 0
     for node in nodes:
         if is_tensor(node) and not is_moved_elements(node) and facts.demand.form(node) in (Form.ROWS, Form.PAIR):
@@ -141,9 +135,9 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
-    table, members = axes.table, axes.sequence.members  # type: ignore[union-attr]
+    table, sequence = axes.table, known(axes.sequence)
     atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
-    rows = next((i for i, atom in enumerate(atoms) if atom in members), None)
+    rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)
     elements = product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
-    block = 1 if rows is None else axes.sequence.block(atoms[rows])  # type: ignore[union-attr]
+    block = 1 if rows is None else sequence.block(atoms[rows])
     return elements if block == 1 else -(-elements // block)

@@ -41,7 +41,6 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
 
 class _Saving:
     def __init__(self, stage: Stage, facts: Facts) -> None:
-        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
         self.stage, self.axes, self.demand, self.spans = stage, facts.axes, facts.demand, facts.causality.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
 

@@ -25,7 +25,6 @@ class Scaling:
     """Writes into a joint graph; `axes` and `demand` then know what was written."""
 
     def __init__(self, facts: Facts) -> None:
-        assert facts.axes is not None and facts.demand is not None
         self.axes: AxisFacts = replace(
             facts.axes,
             shapes=dict(facts.axes.shapes),

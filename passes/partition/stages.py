@@ -35,7 +35,7 @@ class Stages:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:
-        return replace(facts, stages=StageFacts(_Cutter(facts).stages()))
+        return replace(facts, found_stages=StageFacts(_Cutter(facts).stages()))
 
 
 def stages_with(last: Collection[fx.Node], facts: Facts) -> StageFacts:
@@ -47,7 +47,6 @@ class _Cutter:
     """Cuts the graph; where the `last` operators are given, they are the last stage."""
 
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
-        assert facts.axes is not None and facts.demand is not None and facts.causality is not None
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
         self.forward = [node for node in joint.nodes if node in joint.forward]

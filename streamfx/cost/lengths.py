@@ -10,7 +10,7 @@ from streamfx.torch_private.sizes import size_hint
 
 def sequence_length(facts: Facts) -> int | None:
     """Rows of the sequence in this call."""
-    if facts.axes is None or facts.axes.sequence is None:
+    if facts.found_axes is None or facts.axes.sequence is None:
         return None
     length = facts.axes.sequence.length
     return length if isinstance(length, int) else _hint(length, facts)

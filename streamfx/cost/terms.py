@@ -34,7 +34,7 @@ class LoopTerms:
 
 def loss_values(facts: Facts) -> frozenset[str]:
     """Names of the values of a loss stage whose gradient is found along with the loss."""
-    stages = () if facts.stages is None else facts.stages.stages
+    stages = () if facts.found_stages is None else facts.stages.stages
     last = [stage for stage in stages if stage.gradient_in_forward]
     return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
 

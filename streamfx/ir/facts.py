@@ -128,7 +128,7 @@ class CausalityFacts:
 
 
 def known(fact: T | None) -> T:
-    """What a pass has found. Passes that come after it may ask."""
+    """What a pass has found."""
     assert fact is not None, "the pass that finds this has not run"
     return fact
 
@@ -137,17 +137,19 @@ def known(fact: T | None) -> T:
 class Facts:
     """Everything known so far; passes return a copy with their part filled in.
 
+    Passes read what those before them have found (`facts.axes`); who asks whether a pass has run reads the field itself
+    (`facts.found_axes`), which is None until then. `program` stays None where nothing is rewritten.
     `lengths` are those that the plan holds for, if it depends on them. A graph that `fits` into the budget runs as it stands, and
     so does one whose analysis `failed`. `whole` names operators that have to run whole, with reasons: what a pass has found
     that could not run them in a loop.
     """
 
     joint: JointGraph
-    axes: AxisFacts | None = None
-    demand: DemandFacts | None = None
-    causality: CausalityFacts | None = None
-    stages: StageFacts | None = None
-    plan: ChunkPlan | None = None
+    found_axes: AxisFacts | None = None
+    found_demand: DemandFacts | None = None
+    found_causality: CausalityFacts | None = None
+    found_stages: StageFacts | None = None
+    found_plan: ChunkPlan | None = None
     program: Program | None = None
     lengths: Lengths | None = None
     fitting: Fitting | None = None
@@ -155,6 +157,26 @@ class Facts:
     failed: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def axes(self) -> AxisFacts:
+        return known(self.found_axes)
+
+    @property
+    def demand(self) -> DemandFacts:
+        return known(self.found_demand)
+
+    @property
+    def causality(self) -> CausalityFacts:
+        return known(self.found_causality)
+
+    @property
+    def stages(self) -> StageFacts:
+        return known(self.found_stages)
+
+    @property
+    def plan(self) -> ChunkPlan:
+        return known(self.found_plan)
+
     def reasons(self) -> list[str]:
         """Why something does not stream, one line for each operator that runs whole."""
-        return [] if self.demand is None else list(dict.fromkeys(self.demand.reasons.values()))
+        return [] if self.found_demand is None else list(dict.fromkeys(self.demand.reasons.values()))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts, Form, Role, known
+from streamfx.ir.facts import Facts, Form, Role
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
 from streamfx.ir.signature import LetterShape
@@ -42,7 +42,6 @@ def _recurrences(facts: Facts) -> Lines:
 
 
 def _axes(facts: Facts) -> Lines:
-    assert facts.axes is not None
     axes, letters = facts.axes, Letters(facts.joint, facts.axes)
     if axes.sequence is None:
         yield "no sequence"
@@ -53,7 +52,6 @@ def _axes(facts: Facts) -> Lines:
 
 
 def _shapes(node: fx.Node, facts: Facts) -> Sequence[Any]:
-    assert facts.axes is not None
     if is_tensor(node):
         return (facts.axes.shapes[node],)
     return facts.axes.results.get(node, ())
@@ -92,7 +90,6 @@ def _names(values: Sequence[Any]) -> str:
 
 
 def _demand(facts: Facts) -> Lines:
-    assert facts.axes is not None and facts.demand is not None
     letters = Letters(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
     for node in facts.joint.nodes:
@@ -110,7 +107,6 @@ def _plain(form: Form) -> str:
 
 def _roles_text(node: fx.Node, facts: Facts, letters: Letters) -> str:
     """The call with the rows that it needs of each operand, and the shape of what it makes of a chunk."""
-    assert facts.axes is not None and facts.demand is not None
     signature, roles = facts.axes.signatures.get(node), facts.demand.roles.get(node, {})
     if signature is None:
         return f"{_operator(node)}(?)"
@@ -133,7 +129,6 @@ def _operator(node: fx.Node) -> str:
 
 
 def _causality(facts: Facts) -> Lines:
-    assert facts.causality is not None
     groups: dict[int, list[fx.Node]] = {}
     for node, span in facts.causality.spans.items():
         groups.setdefault(id(span), []).append(node)
@@ -150,23 +145,22 @@ def _causality(facts: Facts) -> Lines:
 
 
 def _stages(facts: Facts) -> Lines:
-    assert facts.axes is not None
     letters = Letters(facts.joint, facts.axes)
-    for number in range(len(known(facts.stages).stages)):
+    for number in range(len(facts.stages.stages)):
         yield from _stage(number, facts, letters)
 
 
 def _loss_gradient(facts: Facts) -> Lines:
     """The last stage, if its gradient is found along with the loss."""
-    stages = known(facts.stages).stages
+    stages = facts.stages.stages
     if stages[-1].gradient_in_forward:
-        yield from _stage(len(stages) - 1, facts, Letters(facts.joint, known(facts.axes)))
+        yield from _stage(len(stages) - 1, facts, Letters(facts.joint, facts.axes))
     else:
         yield "the gradient of the last stage is found in the backward half"
 
 
 def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
-    stages, axes = known(facts.stages).stages, known(facts.axes)
+    stages, axes = facts.stages.stages, facts.axes
     stage = stages[number]
 
     def values(nodes: Sequence[fx.Node]) -> str:
@@ -197,8 +191,8 @@ def first_line(stage: Stage) -> str:
 
 
 def _plan(facts: Facts) -> Lines:
-    plan = known(facts.plan)
-    for number, stage in enumerate(known(facts.stages).stages):
+    plan = facts.plan
+    for number, stage in enumerate(facts.stages.stages):
         kept = _names(plan.kept[number]) or "nothing"
         yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
         if plan.dropped and plan.dropped[number]:
@@ -217,7 +211,6 @@ def _fit(facts: Facts) -> Lines:
 
 
 def _program(facts: Facts) -> Lines:
-    assert facts.axes is not None
     if facts.program is None:
         yield "no program: the graph runs as it stands"
         return
@@ -229,7 +222,6 @@ def _program(facts: Facts) -> Lines:
 
 def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     """Which rows of the sequence the dimensions of a value stand for in the loop that makes it."""
-    assert facts.axes is not None and facts.demand is not None
     producer, result = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     signature, roles = facts.axes.signatures.get(producer), facts.demand.roles.get(producer, {})  # type: ignore[arg-type]
     if signature is None:

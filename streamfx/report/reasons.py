@@ -50,7 +50,7 @@ class Obstacle:
 
 def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
     """The operators that run whole, by node."""
-    if facts.demand is None or facts.axes is None:
+    if facts.found_demand is None:
         return {}
     widest = max((bytes_like(node.meta.get("val")) for node in facts.joint.nodes), default=0)
     return {node: _obstacle(node, found, facts, widest) for node, found in facts.demand.reasons.items()}
@@ -63,7 +63,6 @@ def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:
-    assert facts.axes is not None
     if is_opaque(node):
         return NO_RULE if isinstance(node.target, OpOverload) else OTHER
     if _is_of_recurrent_layer(node):

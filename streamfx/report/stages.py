@@ -47,7 +47,7 @@ def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> li
     if facts.program is None:
         return [_whole_graph(facts, graph)] if computes(facts) else []
     view = _View(facts, graph, costs)
-    return [report for stage in known(facts.stages).stages if (report := view.report(stage)) is not None]
+    return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
 
 
 def computes(facts: Facts) -> bool:
@@ -55,7 +55,7 @@ def computes(facts: Facts) -> bool:
 
     A table of the model's that is looked up by positions has neither a product nor a gradient.
     """
-    if facts.axes is None:
+    if facts.found_axes is None:
         return True
     works = facts.joint.tangents or flops_of_graph(facts.joint.graph)
     return bool(works) and not facts.axes.static.issuperset(facts.joint.nodes)
@@ -108,7 +108,6 @@ def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[str]:
     """For each attention of the forward half, which keys a row sees; "whole" where it does not stream."""
-    assert facts.causality is not None and facts.demand is not None
     spans, verdicts = facts.causality.spans, facts.causality.verdicts
     kinds: dict[Any, str] = {}
     for node in stage.forward:
@@ -121,7 +120,6 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[str]:
 
 def _is_pair(node: fx.Node, facts: Facts) -> bool:
     """Whether an operator normalises a value with rows and keys, as attention does."""
-    assert facts.axes is not None
     signature = facts.axes.signatures.get(node)
     if signature is None or not signature.whole or not is_tensor(node):
         return False

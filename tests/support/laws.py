@@ -52,7 +52,6 @@ class Traced:
 
     @property
     def axes(self) -> AxisFacts:
-        assert self.facts.axes is not None
         return self.facts.axes
 
 
@@ -86,7 +85,7 @@ def traced(call: Call) -> Traced:
     number_random_operators(graph)
     joint = joint_graph(graph, len(inputs), len(outputs))
     axes = replace(axes_of(joint), static=frozenset())  # else values that follow from integers run whole
-    return Traced(Facts(joint, axes=axes), node, tuple(inputs), results)
+    return Traced(Facts(joint, found_axes=axes), node, tuple(inputs), results)
 
 
 def atoms(one: Traced) -> list[Atom]:
@@ -108,11 +107,11 @@ def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tu
     """The results of the call, made in chunks along an axis; and in which form."""
     axes = one.axes
     sequence = SequenceAxis(atom, axes.table.size(atom), *members_of(atom, axes))
-    facts = replace(one.facts, axes=replace(axes, sequence=sequence))
+    facts = replace(one.facts, found_axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
         if step.name not in ("canonicalize", "recurrences", "axes"):
             facts = step.apply(facts)
-    assert facts.demand is not None and facts.program is not None
+    assert facts.program is not None
     for loop in facts.program.loops:
         loop.body = OfSameRank(loop.body, one.facts.joint)
     results = OuterRunner(facts.program.forward)([item.clone() for item in one.inputs])
