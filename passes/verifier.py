@@ -89,6 +89,6 @@ def _named(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
     if facts.found_causality is not None:
         yield "spans", facts.causality.spans
     if facts.found_stages is not None:
-        yield "stages", [node for stage in facts.stages.stages for node in (*stage.forward, *stage.backward, *stage.outputs)]
+        yield "stages", [node for stage in facts.stages for node in (*stage.forward, *stage.backward, *stage.outputs)]
     if facts.found_plan is not None:
         yield "plans", [node for nodes in (*facts.plan.kept, *facts.plan.dropped) for node in nodes]

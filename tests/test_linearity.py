@@ -231,6 +231,6 @@ def test_hooks_on_logits(name: str) -> None:
     (5 * with_hook(hook, *tensors)).backward()
     wanted = take_gradients(tensors)
     recorded, _ = traced(functools.partial(with_hook, hook), tensors, scale=5.0, chunk_size=4, loss_chunk_size=3)
-    assert bool(recorded.facts[-1].stages.stages[-1].gradient_in_forward) is in_one_pass
+    assert bool(recorded.facts[-1].stages[-1].gradient_in_forward) is in_one_pass
     for name, gradient in take_gradients(tensors).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12)

@@ -57,7 +57,7 @@ def facts_of(loss: Loss, batch: int = 4, length: int = LENGTH, trained: bool = F
 
 def in_one_pass(facts: Facts) -> bool:
     """Whether the head's gradient is found with the loss: no product with the vocabulary is left to the backward half."""
-    last = facts.stages.stages[-1]
+    last = facts.stages[-1]
     products = [node for node in facts.joint.nodes if node.target in PRODUCTS and VOCABULARY in _sizes(node)]
     own = {*last.forward, *last.backward}
     return bool(last.gradient_in_forward) and bool(products) and all(node in own for node in products)

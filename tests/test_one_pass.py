@@ -91,7 +91,7 @@ def test_objectives_with_a_frozen_head(name: str) -> None:
 def test_a_trained_head_runs_in_two_passes(name: str) -> None:
     step, batch = Step(OBJECTIVES[name]), batch_of()
     backend = check(step, batch, name)
-    assert not backend.facts[-1].stages.stages[-1].gradient_in_forward
+    assert not backend.facts[-1].stages[-1].gradient_in_forward
 
 
 def preferences(x: Tensor, head: Tensor, ids: Tensor, halves: bool = True) -> Tensor:
@@ -191,7 +191,7 @@ def test_lengths_that_change() -> None:
             function(some_ids(rows=rows)).backward()
     same_gradients(own, eager)
     assert len(backend.facts) == 2
-    assert all(facts.stages.stages[-1].gradient_in_forward for facts in backend.facts)
+    assert all(facts.stages[-1].gradient_in_forward for facts in backend.facts)
 
 
 def test_numbers_of_sequences_that_change() -> None:
@@ -204,7 +204,7 @@ def test_numbers_of_sequences_that_change() -> None:
         for function in (call, eager):
             function(some_ids(batch=batch, rows=rows)).backward()
     same_gradients(own, eager)
-    assert all(facts.stages.stages[-1].gradient_in_forward for facts in backend.facts)
+    assert all(facts.stages[-1].gradient_in_forward for facts in backend.facts)
 
 
 @pytest.mark.parametrize(("dtype", "is_moved"), [(torch.bfloat16, True), (torch.float16, False)])
@@ -218,7 +218,7 @@ def test_low_precision(dtype: torch.dtype, is_moved: bool) -> None:
         call = torch.compile(low, backend=backend)
         for function in (call, wide, eager):
             function(some_ids(seed, rows=64)).backward()
-        assert backend.facts[-1].stages.stages[-1].gradient_in_forward == is_moved
+        assert backend.facts[-1].stages[-1].gradient_in_forward == is_moved
         truth = {name: parameter.grad for name, parameter in wide.named_parameters()}
         own_distance += distance({name: parameter.grad for name, parameter in low.named_parameters()}, truth)
         eager_distance += distance({name: parameter.grad for name, parameter in eager.named_parameters()}, truth)

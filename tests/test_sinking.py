@@ -93,5 +93,5 @@ def test_early_exits() -> None:
     model = decoders.made(lambda: EarlyExits(3))
     report = compare(model, {"ids": ids, "labels": ids}, chunk_size=5, also=(1, 16), attention={"causal"})
     (facts,) = report.facts
-    wide = [node for stage in facts.stages.stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape]
+    wide = [node for stage in facts.stages for node in stage.outputs if decoders.VOCABULARY in node.meta["val"].shape]
     assert not wide, "logits of an early layer wait for the last one"

@@ -55,7 +55,7 @@ class _Rewriter:
         self.facts, self.joint = facts, facts.joint
         self.layout = Layout(facts.axes, facts.demand, facts.causality)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
-        self.stages: tuple[Stage, ...] = facts.stages.stages
+        self.stages = facts.stages
         self.device = device_of(facts.joint.graph)
 
     def program(self) -> Program:

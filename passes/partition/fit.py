@@ -123,7 +123,7 @@ class _Search:
 
     def candidates(self) -> Iterator[Candidate]:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
-        count = len(self.facts.stages.stages)
+        count = len(self.facts.stages)
         save = "inputs" if self.options.save == "auto" else self.options.save
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
@@ -189,7 +189,7 @@ class _Search:
     def tokens(self) -> int:
         """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
         axes = self.facts.axes
-        outputs = [node for stage in self.facts.stages.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+        outputs = [node for stage in self.facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
         sizes = [node.meta["val"].shape for node in outputs]
         return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
 

@@ -27,7 +27,7 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form, Role
 from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.signature import Scan
-from streamfx.ir.stage import Stage, StageFacts
+from streamfx.ir.stage import Stage
 from streamfx.passes.analysis.multiples import Multiple, multiples
 from streamfx.passes.operators.traits import is_expensive
 from streamfx.passes.partition.loss_stage import with_loss_stage
@@ -43,7 +43,7 @@ class LossGradient:
 
     def apply(self, facts: Facts) -> Facts:
         for cut in _cuts(facts, self.may_cut):
-            stage = cut.stages.stages[-1]
+            stage = cut.stages[-1]
             if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
                 return _moved(cut, found)
         return facts
@@ -51,7 +51,7 @@ class LossGradient:
 
 def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
     """The stages as they are, and those whose last one is just the head and the loss; first those with a product in the last."""
-    stages: tuple[Stage, ...] = facts.stages.stages
+    stages = facts.stages
     if stages:
         others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
         yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
@@ -76,7 +76,7 @@ def _is_scan(node: fx.Node, facts: Facts) -> bool:
 
 def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
     """Drive the last stage's backward stretch by ones, and scale what leaves it."""
-    inside = set(facts.stages.stages[-1].backward)
+    inside = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
     ones: list[fx.Node] = []
     for driver in dict.fromkeys(multiple.driver for multiple in found):
@@ -93,14 +93,14 @@ def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
     results = facts.joint.graph.output_node().args[0]
     joint: JointGraph = replace(facts.joint, gradients=tuple(results[len(facts.joint.outputs) :]))  # type: ignore[index,arg-type]
     facts = replace(facts, joint=joint, found_axes=scaling.axes, found_demand=scaling.demand)
-    return replace(facts, found_stages=StageFacts(_stages_after(facts, found, ones, scaled)))
+    return replace(facts, found_stages=_stages_after(facts, found, ones, scaled))
 
 
 def _stages_after(
     facts: Facts, found: Sequence[Multiple], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
 ) -> tuple[Stage, ...]:
     """The stages, when what scales a gradient belongs to the first stretch that uses it."""
-    *stages, last = facts.stages.stages
+    *stages, last = facts.stages
     moved = {node for multiple in found for node in multiple.between}
     staying = tuple(node for node in last.backward if node not in moved)
     for made in (staying, *scaled) if stages else ():

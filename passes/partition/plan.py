@@ -29,9 +29,8 @@ class Plan:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        stages: tuple[Stage, ...] = facts.stages.stages
         plan = ChunkPlan(
-            chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in stages),
+            chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in facts.stages),
             kept=self.kept(facts),
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),
@@ -59,14 +58,14 @@ class Plan:
         if asked != "auto":
             return -(-asked // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages.stages), key=numeric)
+        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages), key=numeric)
         return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
 
         def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
-            return tuple(kept_values(stage, facts, level) for stage in facts.stages.stages)
+            return tuple(kept_values(stage, facts, level) for stage in facts.stages)
 
         if self.options.save != "auto":
             return at(self.options.save)
@@ -80,13 +79,13 @@ class Plan:
         outputs = set(facts.joint.outputs)
         return tuple(
             tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS and node not in outputs)
-            for stage in facts.stages.stages
+            for stage in facts.stages
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Values at the cuts that are not boundaries: those that nobody but the next stage asks for."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
-        stages: tuple[Stage, ...] = facts.stages.stages
+        stages = facts.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
             return ()
         is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
@@ -106,8 +105,7 @@ def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
     """Whether a stage's output is rows that only it and the next stage use."""
-    stages: tuple[Stage, ...] = facts.stages.stages
-    own, following = stages[number], stages[number + 1]
+    own, following = facts.stages[number : number + 2]
     near = {*own.forward, *own.backward, *following.forward, *following.backward}
     return (
         facts.demand.form(node) is Form.ROWS

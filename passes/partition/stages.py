@@ -22,7 +22,7 @@ from torch import fx
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, is_tensor
 from streamfx.ir.sizes import numeric, product
-from streamfx.ir.stage import Stage, StageFacts
+from streamfx.ir.stage import Stage
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements
 from streamfx.passes.partition.sinking import sunk
 from streamfx.passes.partition.stage_names import stage_names
@@ -35,12 +35,12 @@ class Stages:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:
-        return replace(facts, found_stages=StageFacts(_Cutter(facts).stages()))
+        return replace(facts, found_stages=_Cutter(facts).stages())
 
 
-def stages_with(last: Collection[fx.Node], facts: Facts) -> StageFacts:
+def stages_with(last: Collection[fx.Node], facts: Facts) -> tuple[Stage, ...]:
     """The stages, if the last one's forward stretch is to be these operators, whose users are among them."""
-    return StageFacts(_Cutter(facts, last).stages())
+    return _Cutter(facts, last).stages()
 
 
 class _Cutter:

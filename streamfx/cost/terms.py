@@ -34,8 +34,7 @@ class LoopTerms:
 
 def loss_values(facts: Facts) -> frozenset[str]:
     """Names of the values of a loss stage whose gradient is found along with the loss."""
-    stages = () if facts.found_stages is None else facts.stages.stages
-    last = [stage for stage in stages if stage.gradient_in_forward]
+    last = [stage for stage in facts.found_stages or () if stage.gradient_in_forward]
     return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
 
 

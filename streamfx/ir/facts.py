@@ -19,7 +19,7 @@ from streamfx.ir.program import Program
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
-from streamfx.ir.stage import StageFacts
+from streamfx.ir.stage import Stage
 
 Shape: TypeAlias = "tuple[Dim, ...]"
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class Facts:
     found_axes: AxisFacts | None = None
     found_demand: DemandFacts | None = None
     found_causality: CausalityFacts | None = None
-    found_stages: StageFacts | None = None
+    found_stages: tuple[Stage, ...] | None = None
     found_plan: ChunkPlan | None = None
     program: Program | None = None
     lengths: Lengths | None = None
@@ -170,7 +170,7 @@ class Facts:
         return known(self.found_causality)
 
     @property
-    def stages(self) -> StageFacts:
+    def stages(self) -> tuple[Stage, ...]:
         return known(self.found_stages)
 
     @property

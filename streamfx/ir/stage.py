@@ -21,8 +21,3 @@ class Stage:
     outputs: tuple[fx.Node, ...]
     gradients: tuple[fx.Node, ...]
     gradient_in_forward: bool = False
-
-
-@dataclass(frozen=True)
-class StageFacts:
-    stages: tuple[Stage, ...]

@@ -146,13 +146,13 @@ def _causality(facts: Facts) -> Lines:
 
 def _stages(facts: Facts) -> Lines:
     letters = Letters(facts.joint, facts.axes)
-    for number in range(len(facts.stages.stages)):
+    for number in range(len(facts.stages)):
         yield from _stage(number, facts, letters)
 
 
 def _loss_gradient(facts: Facts) -> Lines:
     """The last stage, if its gradient is found along with the loss."""
-    stages = facts.stages.stages
+    stages = facts.stages
     if stages[-1].gradient_in_forward:
         yield from _stage(len(stages) - 1, facts, Letters(facts.joint, facts.axes))
     else:
@@ -160,7 +160,7 @@ def _loss_gradient(facts: Facts) -> Lines:
 
 
 def _stage(number: int, facts: Facts, letters: Letters) -> Lines:
-    stages, axes = facts.stages.stages, facts.axes
+    stages, axes = facts.stages, facts.axes
     stage = stages[number]
 
     def values(nodes: Sequence[fx.Node]) -> str:
@@ -192,7 +192,7 @@ def first_line(stage: Stage) -> str:
 
 def _plan(facts: Facts) -> Lines:
     plan = facts.plan
-    for number, stage in enumerate(facts.stages.stages):
+    for number, stage in enumerate(facts.stages):
         kept = _names(plan.kept[number]) or "nothing"
         yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {kept}"
         if plan.dropped and plan.dropped[number]:

@@ -47,7 +47,7 @@ def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> li
     if facts.program is None:
         return [_whole_graph(facts, graph)] if computes(facts) else []
     view = _View(facts, graph, costs)
-    return [report for stage in facts.stages.stages if (report := view.report(stage)) is not None]
+    return [report for stage in facts.stages if (report := view.report(stage)) is not None]
 
 
 def computes(facts: Facts) -> bool:

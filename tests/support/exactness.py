@@ -230,7 +230,7 @@ class Recorded(Compilation):
         if rows is None or own is None or same != self.options or any(loop.compiled is not None for loop in loops):
             return self.facts_for(options)
         for loop in loops:
-            loop.spec = replace(loop.spec, chunk_size=Plan(options).chunk_size(facts.stages.stages[0], facts))
+            loop.spec = replace(loop.spec, chunk_size=Plan(options).chunk_size(facts.stages[0], facts))
         return facts
 
     def joint_values(self) -> list[Any]:
