@@ -64,7 +64,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Demand(),  # which rows of its operands does each operator need?
         Causality(),  # which keys can a chunk's rows see?
         Stages(),  # where is it cheapest to cut?
-        LossGradient(),  # can the loss stage find its gradient along with the loss?
+        LossGradient(),  # can the loss stage find its gradient along with the loss? (the one rewrite that needs the stages)
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
         Fit(options, Rewrite().apply),  # which plan is the fastest within the memory budget?

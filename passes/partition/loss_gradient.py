@@ -14,6 +14,9 @@ is through, and is a number for each sequence. The gradient is scaled by that in
 A weight's gradient has been summed over sequences and is no such multiple: a head that is trained runs in two passes. One pass
 is always less work; it keeps the gradient of what enters the last stage in place of what enters it. Only its last stage may be
 another one, with one boundary more to keep: where nothing else fits into a memory budget, it is given up.
+
+This is the one rewrite of the joint graph that comes after the analyses: what is scaled is what leaves the last stage. Axes,
+forms and stages of what it writes are handed on with it, so that nothing is found again.
 """
 
 from __future__ import annotations
