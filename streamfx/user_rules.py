@@ -44,7 +44,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
         _check_notation(rule, overload, asked)
         RULES[overload] = notation_rule(rule)
     elif callable(rule):
-        RULES[overload] = rule
+        RULES[overload] = _without_diagonals(rule)
     else:
         raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
 
@@ -65,11 +65,40 @@ def _overload(operator: Any, asked: str) -> OpOverload[Any, Any]:
     )
 
 
+def _without_diagonals(rule: Callable[[Call], Signature | None]) -> Callable[[Call], Signature | None]:
+    """The rule, which declines where it names a letter twice in one tensor."""
+
+    def declining(call: Call) -> Signature | None:
+        signature = rule(call)
+        if signature is None:
+            return None
+        shapes = ([letter for dim in shape for letter in dim] for shape in (*signature.operands, *signature.results))
+        return signature if all(len(set(shape)) == len(shape) for shape in shapes) else None
+
+    return declining
+
+
+def letters(part: str) -> list[str]:
+    """The letters of one tensor's part of notation.
+
+    >>> letters("... d! e")
+    ['...', 'd', 'e']
+    """
+    return [token.rstrip("!") for token in part.split()]
+
+
 def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
     sides = notation.split("->")
     if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
         raise RuleError(
             asked, found=f"{notation!r}", do='write it like "m k, k n -> m n": letters, `!`, `...`, commas, one arrow'
+        )
+    twice = [part for side in sides for part in side.split(",") if len({*letters(part)}) < len(letters(part))]
+    if twice:
+        raise RuleError(
+            asked,
+            found=f"{twice[0].strip()!r} names a letter twice",
+            do="give each dimension a letter of its own, and mark both with `!`: a diagonal needs all rows and all columns",
         )
     counts = [len(side.split(",")) for side in sides]
     tensors = [argument for argument in operator._schema.arguments if isinstance(argument.type, torch.TensorType)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.passes.operators.rules.registry import RULES
+from streamfx.passes.operators.rules.registry import RULES, notation_rule
 
 WIDTH = 8
 
@@ -71,6 +73,8 @@ def test_with_rules_it_streams() -> None:
         (gate, "... e!, d -> ... d", "1 tensor arguments and 1 results"),
         (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
         (gate, "... e? -> d", "one arrow"),
+        (gate, "b d d -> b d", "names a letter twice"),
+        (gate, "... d! -> ... d d!", "names a letter twice"),
         (gate, 3, "notation such as"),
         (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
         (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
@@ -82,3 +86,48 @@ def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) ->
     with pytest.raises(streamfx.RuleError, match=says):
         streamfx.register_rule(operator, rule)  # type: ignore[arg-type]
     assert before == RULES
+
+
+@torch.library.custom_op("streamfx_tests::add_to", mutates_args=())
+def add_to(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, of any shapes that can be added."""
+    return x + y
+
+
+@torch.library.custom_op("streamfx_tests::spread_out", mutates_args=())
+def spread_out(x: Tensor) -> Tensor:
+    """[b d] to [b t], a dimension that the operand does not have."""
+    return torch.linspace(0.0, 1.0, 11, dtype=x.dtype) * x.sum(1, keepdim=True)
+
+
+add_to.register_fake(lambda x, y: x.new_empty(torch.broadcast_shapes(x.shape, y.shape)))
+spread_out.register_fake(lambda x: x.new_empty(x.shape[0], 11))
+
+
+class Beside(nn.Module):
+    """Adds what an operator without gradients makes of the stream."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.made, self.up = made, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(x)[:, None]
+        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return (y * self.made(y.detach())).square().mean()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: add_to(x, x[0]),  # as many sequences as rows
+        lambda x: add_to(x, x[:, :1]),
+        lambda x: spread_out(x[:, 0])[..., None],
+    ],
+    ids=["of another rank", "one row for all", "a new dimension"],
+)
+def test_notation_holds_for_the_calls_it_fits(made: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    for operator, notation in ((add_to, "... d, ... d -> ... d"), (spread_out, "b d -> b t")):
+        monkeypatch.setitem(RULES, operator._opoverload, notation_rule(notation))
+    x = torch.randn(11, 11, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert streamfx.verify(Beside(made).double(), x, options={"chunk_size": 4}).max_error < 1e-12

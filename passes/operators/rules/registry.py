@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import Index, LetterShape, Signature, Whole
+from streamfx.ir.signature import Index, LetterDim, LetterShape, Signature, Whole
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.torch_private import OpOverload
 
@@ -68,7 +68,10 @@ def signatures(table: Mapping[Any, str]) -> None:
 
 
 def notation_rule(notation: str) -> Rule:
-    """The rule that `signatures` makes of its notation; it declines a call with other operands or dimensions."""
+    """The rule that `signatures` makes of its notation; it declines a call with other operands or dimensions.
+
+    A letter that no operand has is a new dimension: an operator that makes it makes all of it.
+    """
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
     def from_notation(call: Call) -> Signature | None:
@@ -77,12 +80,15 @@ def notation_rule(notation: str) -> Rule:
         numbers = count()
         letters: dict[str, int] = {}
         needed: dict[int, Index] = {}
+        spreads: set[int] = set()
 
         def read(tokens: Sequence[str], rank: int) -> LetterShape:
             names: list[str] = []
+            spread = rank - len(tokens) + 1
             for token in tokens:
-                spread = rank - len(tokens) + 1
                 names.extend(f"...{i}" for i in range(spread)) if token == "..." else names.append(token)
+            if "..." in tokens:
+                spreads.add(spread)
             dims = []
             for name in names:
                 letter = letters.setdefault(name.rstrip("!"), next(numbers))
@@ -92,13 +98,20 @@ def notation_rule(notation: str) -> Rule:
             return tuple(dims)
 
         operands = tuple(read(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
+        given = set(letters.values())
         results = tuple(read(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
         shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
-        if any(len(dims) != len(shape) for dims, shape in shapes):
+        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spreads) > 1 or not _of_one_size(shapes):
             return None
-        return Signature(operands, results, needed)
+        return Signature(operands, results, {**needed, **{letter: Whole() for letter in set(letters.values()) - given}})
 
     return from_notation
+
+
+def _of_one_size(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
+    """Whether dimensions that share a letter do not differ in size: a row that is repeated for all others is not theirs."""
+    sizes: dict[LetterDim, Size] = {}
+    return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
 
 
 def broadcast(call: Call, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
