@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.facts import AxisFacts, Facts, Form, known
+from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
-from streamfx.ir.plan import AutoChunk, ChunkPlan, ChunkSize
-from streamfx.ir.sizes import Size, numeric, product
-from streamfx.ir.stage import Stage
+from streamfx.ir.plan import ChunkPlan
 from streamfx.options import Options
-from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.passes.partition.chunk_sizes import chunk_sizes, held_bytes
 from streamfx.passes.partition.saving import kept_values
 
 SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
-ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Plan:
 
     def apply(self, facts: Facts) -> Facts:
         plan = ChunkPlan(
-            chunk_sizes=tuple(self.chunk_size(stage, facts) for stage in facts.stages),
+            chunk_sizes=chunk_sizes(facts, self.options),
             kept=self.kept(facts),
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),
@@ -51,15 +48,6 @@ class Plan:
         if not now or not any(kept) or self.options.save != "auto":
             return None
         return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
-
-    def chunk_size(self, stage: Stage, facts: Facts) -> ChunkSize:
-        asked = self.options.loss_chunk_size if is_loss_stage(stage, facts) else self.options.chunk_size
-        granule = known(facts.axes.sequence).granule
-        if asked != "auto":
-            return -(-asked // granule) * granule
-        row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        stream_bytes = max((_row_bytes(other.outputs, facts) for other in facts.stages), key=numeric)
-        return AutoChunk(row_bytes, stream_bytes, granule=granule)
 
     def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
@@ -98,9 +86,8 @@ class Plan:
 
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
     """Whether values take little memory beside the model and its gradients."""
-    gradients = [node for node in facts.joint.gradients if isinstance(node, fx.Node)]
-    model = sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
-    return bool(gradients) and sum(bytes_like(node.meta["val"]) for nodes in kept for node in nodes) <= SMALL * model
+    has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
+    return has_gradients and sum(bytes_like(node.meta["val"]) for nodes in kept for node in nodes) <= SMALL * held_bytes(facts)
 
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
@@ -114,28 +101,3 @@ def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
         and node not in own.gradients
         and all(user in near for user in node.users)
     )
-
-
-def is_loss_stage(stage: Stage, facts: Facts) -> bool:
-    """Whether a stage has no attention and sums over the sequence: the head and the loss."""
-    forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
-    has_keys = any(node in facts.causality.spans for node in stage.forward)
-    return Form.SUM in forms and not has_keys
-
-
-def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
-    """Bytes that one row of the sequence takes in all values that `nodes` make by rows; scores have all keys in a row."""
-    total: Size = 0
-    for node in nodes:
-        if is_tensor(node) and not is_moved_elements(node) and facts.demand.form(node) in (Form.ROWS, Form.PAIR):
-            total = total + _elements_of_a_row(node, facts.axes) * node.meta["val"].element_size()
-    return total
-
-
-def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
-    table, sequence = axes.table, known(axes.sequence)
-    atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
-    rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)
-    elements = product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
-    block = 1 if rows is None else sequence.block(atoms[rows])
-    return elements if block == 1 else -(-elements // block)

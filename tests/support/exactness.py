@@ -28,7 +28,7 @@ from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.partition.plan import Plan
+from streamfx.passes.partition.chunk_sizes import chunk_sizes
 from streamfx.runtime.outer import OuterGraph, OuterRunner
 from streamfx.torch_private.dynamo import raised_as_itself
 
@@ -230,7 +230,7 @@ class Recorded(Compilation):
         if rows is None or own is None or same != self.options or any(loop.compiled is not None for loop in loops):
             return self.facts_for(options)
         for loop in loops:
-            loop.spec = replace(loop.spec, chunk_size=Plan(options).chunk_size(facts.stages[0], facts))
+            loop.spec = replace(loop.spec, chunk_size=chunk_sizes(facts, options)[0])
         return facts
 
     def joint_values(self) -> list[Any]:

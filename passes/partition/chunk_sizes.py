@@ -1,0 +1,119 @@
+"""How many rows has a chunk of a stage?
+
+A chunk costs time whatever its size: totals of sums over chunks are read and written once more, keys and values before it are
+read again, operators are launched. Further rows in a chunk are worth having until that is a small share of the time of its
+products. What a chunk's work takes is memory, though: it may be about as large as one value at a cut is anyway, or, where
+it saves time, a small share of what the step holds whatever chunks are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+
+from torch import fx
+
+from streamfx.cost.flops import flops_of_call
+from streamfx.cost.memory import bytes_like
+from streamfx.cost.rates import Rates, rates_of
+from streamfx.ir.facts import AxisFacts, Facts, Form, Role, known
+from streamfx.ir.joint import device_of, is_tensor, tensor_operands
+from streamfx.ir.plan import AutoChunk, ChunkSize
+from streamfx.ir.sizes import Size, numeric, product
+from streamfx.ir.stage import Stage
+from streamfx.options import Options
+from streamfx.passes.operators.traits import is_expensive, is_moved_elements
+from streamfx.torch_private.sizes import size_hint
+
+ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
+OVERHEAD = 0.05  # of the time of a chunk's products, what else it costs is small
+TOTAL = 8  # bytes moved when a number is added to a total in float32
+
+
+def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
+    """For each stage the rows asked for; if that is left open, what they follow from."""
+    granule = known(facts.axes.sequence).granule
+    stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
+    rates, held, cuts = rates_of(device_of(facts.joint.graph)), held_bytes(facts), len(facts.stages)
+
+    def size(stage: Stage, rows: int | str) -> ChunkSize:
+        if isinstance(rows, int):
+            return -(-rows // granule) * granule
+        row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
+        return AutoChunk(row_bytes, stream_bytes, worthwhile_rows(stage, facts, rates), held, cuts, granule=granule)
+
+    def asked(stage: Stage) -> int | str:
+        return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
+
+    return tuple(size(stage, asked(stage)) for stage in facts.stages)
+
+
+def is_loss_stage(stage: Stage, facts: Facts) -> bool:
+    """Whether a stage has no attention and sums over the sequence: the head and the loss."""
+    forms = [form for node in stage.forward for form in facts.demand.forms.get(node, ())]
+    has_keys = any(node in facts.causality.spans for node in stage.forward)
+    return Form.SUM in forms and not has_keys
+
+
+def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
+    """Rows of a chunk beyond which larger ones save little time."""
+    length = size_hint(known(facts.axes.sequence).length)
+    twice = (*stage.forward, *stage.forward, *stage.backward)  # the forward half runs once more before the backward half
+    flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in twice if is_expensive(node))
+    overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=sum(map(_computes, twice)))
+    row = rates.seconds(flops=flops) / max(length, 1)
+    return math.ceil(overhead / (OVERHEAD * row)) if row else 0
+
+
+def held_bytes(facts: Facts) -> int:
+    """Bytes that a step holds whatever its chunks are, beside the values at cuts."""
+    gradients = (node for node in facts.joint.gradients if isinstance(node, fx.Node))
+    return sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
+
+
+def _computes(node: fx.Node) -> bool:
+    return is_tensor(node) and not is_moved_elements(node) and node.target is not operator.getitem
+
+
+def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
+    """Bytes that a chunk reads and writes for the sake of others: totals, and keys and values that earlier chunks have made.
+
+    About half of the keys lie before a chunk.
+    """
+    demand, moved = facts.demand, 0
+    for node in (*stage.forward, *stage.backward):
+        form = demand.forms.get(node, (None,))[0]
+        if is_tensor(node) and form in (Form.SUM, Form.KEYSUM):
+            moved += math.prod(map(size_hint, node.meta["val"].shape)) * (TOTAL if form is Form.SUM else TOTAL // 2)
+        moved += sum(bytes_like(operand.meta["val"]) // 2 for operand in _keys_of(node, facts))
+    return moved
+
+
+def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
+    """Operands of which an operator reads the rows that a chunk's queries see."""
+    axes, demand = facts.axes, facts.demand
+    keys = {letter for letter, role in demand.roles.get(node, {}).items() if role is Role.KEYS}
+    if not keys or node not in axes.signatures:
+        return ()
+    operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
+    return [operand for operand, dims in operands if any(keys & set(dim) for dim in dims) and demand.form(operand) is Form.ROWS]
+
+
+def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
+    """Bytes that one row of the sequence takes in all values that `nodes` make by rows; scores have all keys in a row."""
+    demand = facts.demand
+    total: Size = 0
+    for node in nodes:
+        if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (Form.ROWS, Form.PAIR):
+            total = total + _elements_of_a_row(node, facts.axes) * node.meta["val"].element_size()
+    return total
+
+
+def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
+    table, sequence = axes.table, known(axes.sequence)
+    atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
+    rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)
+    elements = product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
+    block = 1 if rows is None else sequence.block(atoms[rows])
+    return elements if block == 1 else -(-elements // block)

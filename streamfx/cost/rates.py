@@ -1,0 +1,27 @@
+"""About how fast devices are: for weighing what costs time against what costs memory, never for deciding what is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs of products and bytes of memory per second, as reached in practice, and seconds that one operator's launch takes."""
+
+    flops: float
+    bandwidth: float
+    launch: float
+
+    def seconds(self, flops: int = 0, moved: int = 0, launches: int = 0) -> float:
+        return flops / self.flops + moved / self.bandwidth + launches * self.launch
+
+
+CPU = Rates(flops=2e11, bandwidth=2e10, launch=2e-6)
+CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6)  # of 16-bit products on an H100
+
+
+def rates_of(device: torch.device) -> Rates:
+    return CPU if device.type == "cpu" else CUDA
