@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streamfx.runtime.cuda_products import ADD_PRODUCT
+
 aten = torch.ops.aten
 
 
@@ -18,7 +20,7 @@ def add_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
     elif left.is_cuda:
-        total.add_(torch.mm(left, right, out_dtype=total.dtype))
+        ADD_PRODUCT(total, left, right)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
 
@@ -28,7 +30,7 @@ def add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         torch.baddbmm(total, left, right, out=total)
     elif left.is_cuda:
-        total.add_(torch.bmm(left, right, out_dtype=total.dtype))
+        ADD_PRODUCT(total, left, right)
     else:
         torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
 
