@@ -26,6 +26,10 @@ _library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -
 _library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
 
 ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
+FAST = (
+    9,
+    0,
+)  # of devices: others are given groups one by one, with their sizes on the host (cuda/GroupedBlas.cpp: _grouped_mm_cuda)
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +88,7 @@ def _has_kernel(x: Tensor, other: Tensor) -> bool:
         return False
     is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
-    return is_dense and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return is_dense and aligned and torch.cuda.get_device_capability(x.device) >= FAST
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
