@@ -31,8 +31,9 @@ class Options:
         plan chooses).
     keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are made
         again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
-    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", or a share of the device's
-        memory (0.9); the plan makes the step as fast as it can be within it. None: chunks are small, memory is what it takes.
+    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", a share of the device's
+        memory (0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as it can be within it.
+        None: chunks are small, memory is what it takes.
     offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in pinned
         memory; on a CPU in memory-mapped files).
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
@@ -110,7 +111,7 @@ def _check(name: Any, value: Any, origin: str) -> None:
             raise OptionError(
                 f"option {name!r} of {origin} cannot be {value!r}",
                 found=f"{value!r} ({type(value).__name__})",
-                do="give bytes (a whole number), a text like '24GiB', or a share of the device's memory between 0.0 and 1.0",
+                do="give bytes (a whole number), a text like '24GiB', a share of the device between 0.0 and 1.0, or 'auto'",
             )
         return
     allowed = ALLOWED[name]

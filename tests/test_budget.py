@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import streamfx
-from streamfx.budget import bytes_of, is_budget
+from streamfx import budget
+from streamfx.budget import STATE, bytes_of, free_on, is_budget, memory_of
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudget
@@ -77,11 +79,11 @@ def test_the_predicted_peak_is_the_measured_one(make: Any) -> None:
     """Without a budget, and within one that asks for other chunks."""
     free = Step(model_of(make, 2), chunk_size=128, loss_chunk_size=128)
     assert free.peak() == pytest.approx(free.predicted(), rel=0.05)
-    budget = int(1.3 * (free.held() + free.predicted()))
-    step = Step(model_of(make, 2), memory_budget=budget)
+    amount = int(1.3 * (free.held() + free.predicted()))
+    step = Step(model_of(make, 2), memory_budget=amount)
     peak = step.peak()
     assert peak == pytest.approx(step.predicted(), rel=0.05)
-    assert free.held() + free.predicted() < step.held() + peak <= budget
+    assert free.held() + free.predicted() < step.held() + peak <= amount
 
 
 @pytest.mark.parametrize("choice", only([], [{"keep_every": 2}, OFFLOADED]), ids=str)
@@ -173,6 +175,35 @@ def test_budgets() -> None:
     assert bytes_of(1.0, cpu) > 1 << 28
 
 
+def test_what_is_free() -> None:
+    """Neither nothing nor more than there is, here and in a container of less."""
+    cpu = torch.device("cpu")
+    assert 1 << 20 < free_on(cpu) <= memory_of(cpu)
+
+
+def test_a_container_allows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert free_on(torch.device("cpu")) == 2000000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_on(torch.device("cpu")) > 2000000
+
+
+def test_a_budget_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fits into it with the optimizer's state runs as it stands; else it streams, and stays within."""
+    whole = Step(model_of(layers=2), memory_budget="1GiB")
+    most = whole.peak()
+    trained = sum(parameter.nbytes for parameter in whole.model.parameters())
+    monkeypatch.setattr(budget, "memory_of", lambda device: 0)
+    for free, is_whole in ((2 * most + STATE * trained, True), (most // 2 + STATE * trained, False)):
+        monkeypatch.setattr(budget, "free_on", lambda device, free=free: free)
+        step = Step(model_of(layers=2), memory_budget="auto")
+        peak = step.peak()
+        assert peak <= free - STATE * trained
+        assert (step.backend.facts[0].program is None) == is_whole
+
+
 def run(recorded: Any, program: Program) -> None:
     """Both halves on real tensors, holding nothing that the backward half frees."""
     results = list(OuterRunner(program.forward)(list(recorded.primals)))
@@ -215,6 +246,6 @@ def test_ten_models_within_four_budgets(make: Any) -> None:
     with pytest.raises(OverBudget) as caught:
         recorded.facts_for(resolved({"memory_budget": 1}))
     least, free = caught.value.smallest, step.held() + step.predicted()
-    for budget in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
-        program = recorded.facts_for(resolved({"memory_budget": budget})).program
-        assert step.held() + assert_peak_is_predicted(recorded, program) <= budget
+    for amount in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
+        program = recorded.facts_for(resolved({"memory_budget": amount})).program
+        assert step.held() + assert_peak_is_predicted(recorded, program) <= amount

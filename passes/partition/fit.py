@@ -7,7 +7,7 @@ between boundaries run again. Each candidate is rewritten and its schedule is si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -49,7 +49,8 @@ class Fit:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        now, size = Lengths.now(facts.joint.graph), bytes_of(budget, device_of(facts.joint.graph))
+        now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward), device_of(facts.joint.graph)
+        size = bytes_of(budget, device, held, gradient_bytes(facts.joint.gradients))
         for lengths in now.with_headroom() if now else (now,):
             search = _Search(facts, self.options, self.rewrite, size, lengths)
             try:
@@ -65,6 +66,11 @@ def held_bytes(forward: fx.GraphModule) -> int:
     return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
 
 
+def gradient_bytes(gradients: Iterable[Any]) -> int:
+    """Bytes of those gradients that are asked for."""
+    return sum(bytes_like(node.meta.get("val")) for node in gradients if isinstance(node, fx.Node))
+
+
 def kept_bytes(facts: Facts) -> int:
     """Bytes of what a plan keeps beside the outputs of stages."""
     return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
@@ -78,7 +84,8 @@ def fits_whole(
     They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
     outputs that the halves do not make.
     """
-    left = bytes_of(budget, device_of(forward.graph)) - held_bytes(forward) - others
+    held, made = held_bytes(forward), backward.graph.output_node().args[0]
+    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others  # type: ignore[arg-type]
     results = forward.graph.output_node().args[0]
     saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
     if sum(bytes_like(node.meta.get("val")) for node in saved) > left:

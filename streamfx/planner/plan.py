@@ -74,7 +74,8 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
         raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
     if not is_budget(memory):
         raise PlanError(
-            f"memory cannot be {memory!r}", do="give bytes, a text like '80GiB', or a share of the device's between 0.0 and 1.0"
+            f"memory cannot be {memory!r}",
+            do="give bytes, a text like '80GiB', a share of the device between 0.0 and 1.0, or 'auto'",
         )
     if inputs is not None and not callable(inputs):
         raise PlanError(
