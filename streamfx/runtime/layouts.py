@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamfx.torch_private import FakeTensor
+
 ALIGNED = 8  # elements: what a kernel reads at once, 16 bytes of a half type
 
 
@@ -21,8 +23,15 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def is_aligned(tensor: Tensor) -> bool:
     *outer, last = tensor.stride()
-    begins = tensor.data_ptr() % (ALIGNED * tensor.element_size()) == 0
+    begins = _address(tensor) % (ALIGNED * tensor.element_size()) == 0
     return begins and last == 1 and not any(stride % ALIGNED for stride in outer)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor begins; a traced one in memory that begins where an allocator would."""
+    if isinstance(tensor, FakeTensor):
+        return int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr()
 
 
 def by_rows(tensor: Tensor) -> Tensor:
