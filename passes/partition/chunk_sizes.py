@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from torch import fx
 
 from streamfx.cost.flops import flops_of_call
+from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import bytes_like
 from streamfx.cost.rates import Rates, rates_of
 from streamfx.ir.facts import AxisFacts, Facts, Form, Role, known
 from streamfx.ir.joint import device_of, is_tensor, tensor_operands
-from streamfx.ir.plan import AutoChunk, ChunkSize
+from streamfx.ir.plan import LEAST_ROWS, AutoChunk, ChunkSize
 from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
@@ -36,12 +37,15 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     granule = known(facts.axes.sequence).granule
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
     rates, held, cuts = rates_of(device_of(facts.joint.graph)), held_bytes(facts), len(facts.stages)
+    least = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
         if isinstance(rows, int):
             return -(-rows // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
-        return AutoChunk(row_bytes, stream_bytes, worthwhile_rows(stage, facts, rates), held, cuts, granule=granule)
+        worthwhile = worthwhile_rows(stage, facts, rates)
+        enough = max(LEAST_ROWS, min(worthwhile, least))
+        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, enough, granule=granule)
 
     def asked(stage: Stage) -> int | str:
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
@@ -56,13 +60,24 @@ def is_loss_stage(stage: Stage, facts: Facts) -> bool:
     return Form.SUM in forms and not has_keys
 
 
+def tokens(facts: Facts) -> int:
+    """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
+    axes = facts.axes
+    outputs = [node for stage in facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
+    sizes = [node.meta["val"].shape for node in outputs]
+    return max((size_hint(math.prod(size[:-1])) for size in sizes), default=0) or _length(facts)
+
+
+def _length(facts: Facts) -> int:
+    return sequence_length(facts) or 1
+
+
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
     """Rows of a chunk beyond which larger ones save little time."""
-    length = size_hint(known(facts.axes.sequence).length)
     twice = (*stage.forward, *stage.forward, *stage.backward)  # the forward half runs once more before the backward half
     flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in twice if is_expensive(node))
     overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=sum(map(_computes, twice)))
-    row = rates.seconds(flops=flops) / max(length, 1)
+    row = rates.seconds(flops=flops) / _length(facts)
     return math.ceil(overhead / (OVERHEAD * row)) if row else 0
 
 

@@ -26,8 +26,8 @@ from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
+from streamfx.passes.partition.chunk_sizes import tokens
 from streamfx.passes.partition.plan import Plan
-from streamfx.torch_private.sizes import size_hint
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -190,15 +190,8 @@ class _Search:
         if not automatic:
             return None, None
         row = max(self.lengths.number(chunk.row_bytes) for chunk in automatic)
-        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // self.tokens()))
+        rows = min(self.length, max(LEAST_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
         return row * min(self.length, LEAST_ROWS // 4), row * rows
-
-    def tokens(self) -> int:
-        """Rows of the sequence in the whole batch, as far as a value at a cut tells: its elements over those of one row."""
-        axes = self.facts.axes
-        outputs = [node for stage in self.facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
-        sizes = [node.meta["val"].shape for node in outputs]
-        return max((size_hint(math.prod(size[:-1])) for size in sizes), default=self.length)
 
     @property
     def length(self) -> int:

@@ -9,18 +9,22 @@ import torch
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs of products and bytes of memory per second, as reached in practice, and seconds that one operator's launch takes."""
+    """FLOPs of products and bytes of memory per second, as reached in practice, and seconds that one operator's launch takes.
+
+    `tokens` is how many a chunk has at least, where more are worth their memory: what they take is little for such devices.
+    """
 
     flops: float
     bandwidth: float
     launch: float
+    tokens: int
 
     def seconds(self, flops: int = 0, moved: int = 0, launches: int = 0) -> float:
         return flops / self.flops + moved / self.bandwidth + launches * self.launch
 
 
-CPU = Rates(flops=2e11, bandwidth=2e10, launch=2e-6)
-CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6)  # of 16-bit products on an H100
+CPU = Rates(flops=2e11, bandwidth=2e10, launch=2e-6, tokens=64)
+CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # of 16-bit products on an H100
 
 
 def rates_of(device: torch.device) -> Rates:

@@ -23,8 +23,9 @@ class AutoChunk:
     are still `worthwhile`, up to a small share of what the step holds.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. A `working_set` is what the work
-    may take instead, in chunks of `most` rows at most: those that it was simulated with, so that no shorter sequence takes more.
+    whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. Chunks have `least` rows,
+    whatever these take. A `working_set` is what the work may take instead, in chunks of `most` rows at most: those that it was
+    simulated with, so that no shorter sequence takes more.
     Chunks have a multiple of `granule` rows.
     """
 
@@ -33,6 +34,7 @@ class AutoChunk:
     worthwhile: int = 0
     held: int = 0
     cuts: int = 0
+    least: int = LEAST_ROWS
     working_set: int | None = None
     granule: int = 1
     most: int | None = None
@@ -41,7 +43,7 @@ class AutoChunk:
         """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
         working_set, least = self.working_set, MULTIPLE
         if working_set is None:
-            working_set, least = self._bytes_of_work(length, row_bytes, stream_bytes), LEAST_ROWS
+            working_set, least = self._bytes_of_work(length, row_bytes, stream_bytes), self.least
         most = max(least, working_set // max(row_bytes, 1))
         most = most if self.most is None else min(most, self.most)
         count = max(1, -(-length // most))
