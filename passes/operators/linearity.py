@@ -125,6 +125,11 @@ def adds(value: Any) -> bool:
     return value is True
 
 
+def weight_alone(value: Any) -> bool:
+    """Of a convolution's gradients (of its input, weight and bias) only the weight's is asked for."""
+    return list(value) == [False, True, False]
+
+
 def _in(*together: str, **given: Condition) -> Linear:
     return Linear(together, given)
 
@@ -137,6 +142,7 @@ _SUM = _in("self", dim=anything, keepdim=anything, dtype=fractions)
 _LOSS = _in("grad_output", **_any("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
 _SHARES = _in("grad_output", output=anything, dim=anything, input_dtype=fractions)
 _ADDED = _in("self", "values", indices=anything, accumulate=adds)
+_CONVOLVED = _any("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _MOVED = _in("self", **_any("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
 _POINTWISE = _any("self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask")
 _SLOPE = _in("grad_output", **_POINTWISE, **_any("self_or_result", "negative_slope", "self_is_result", "beta", "buffer"))
@@ -183,6 +189,11 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten._softmax_backward_data.default: (_SHARES,),
     aten.embedding_dense_backward.default: (
         _in("grad_output", **_any("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
+    ),
+    aten._cdist_backward.default: (_in("grad", **_any("x1", "x2", "p", "cdist")),),
+    aten.convolution_backward.default: (
+        _in("grad_output", **_CONVOLVED, **_any("input", "output_mask")),
+        _in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),
     ),
     aten.native_dropout_backward.default: (_SLOPE,),
     aten.tanh_backward.default: (_SLOPE,),
