@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamfx.cost.flops import flops_of_call
-from streamfx.cost.rates import CPU, CUDA
+from streamfx.cost.rates import CPU, CUDA, rates_of
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, SHARE, AutoChunk
 from streamfx.ir.stage import Stage
@@ -65,9 +65,11 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
 def test_rows_of_a_large_model() -> None:
     """Qwen3-8B at 8,192 tokens, as traced for an H100: chunks of 144 rows would move totals 57 times."""
     layers = AutoChunk(row_bytes=476936, stream_bytes=8192, worthwhile=8192, held=32763007236, cuts=37)
-    head = AutoChunk(row_bytes=1089374, stream_bytes=8192, worthwhile=5593, held=32763007236, cuts=37, least=2048)
+    head = AutoChunk(row_bytes=1089374, stream_bytes=8192, worthwhile=5593, held=32763007236, cuts=37, enough=2048)
     assert layers.rows(8192, 476936, 8192) == 4096
     assert head.rows(8192, 1089374, 8192) == 2048
+    spelled_out = AutoChunk(row_bytes=100 << 20, stream_bytes=8192, worthwhile=8192, enough=2048)  # scores of all keys in a row
+    assert spelled_out.rows(8192, 100 << 20, 8192) == 64  # and not 2,048
     assert AutoChunk(476936, 8192).rows(8192, 476936, 8192) == 144
 
 
@@ -95,17 +97,17 @@ def test_faster_devices_want_more_rows(trained: Facts) -> None:
 
 def test_a_gpu_is_kept_busy(trained: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so many tokens at least, of which a row has one in each sequence; fewer where they are not worth it."""
-    assert least(trained) == LEAST_ROWS
-    for tokens, wanted in ((2 * LEAST_ROWS + 600, LEAST_ROWS + 300), (10**9, worthwhile_rows(layer(trained), trained, CUDA))):
+    assert enough(trained) == rates_of(torch.device("cpu")).tokens // 2
+    for tokens, wanted in ((600, 300), (10**9, worthwhile_rows(layer(trained), trained, CUDA))):
         rates = replace(CUDA, tokens=tokens)
         monkeypatch.setattr("streamfx.passes.partition.chunk_sizes.rates_of", lambda device, rates=rates: rates)
-        assert least(trained) == wanted
+        assert enough(trained) == wanted
 
 
-def least(facts: Facts) -> int:
+def enough(facts: Facts) -> int:
     size = chunk_sizes(facts, resolved({}))[facts.stages.index(layer(facts))]
     assert isinstance(size, AutoChunk)
-    return size.least
+    return size.enough
 
 
 def test_what_is_asked_for_is_obeyed(trained: Facts) -> None:

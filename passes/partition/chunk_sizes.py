@@ -20,7 +20,7 @@ from streamfx.cost.memory import bytes_like
 from streamfx.cost.rates import Rates, rates_of
 from streamfx.ir.facts import AxisFacts, Facts, Form, Role, known
 from streamfx.ir.joint import device_of, is_tensor, tensor_operands
-from streamfx.ir.plan import LEAST_ROWS, AutoChunk, ChunkSize
+from streamfx.ir.plan import AutoChunk, ChunkSize
 from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
@@ -37,15 +37,14 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     granule = known(facts.axes.sequence).granule
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
     rates, held, cuts = rates_of(device_of(facts.joint.graph)), held_bytes(facts), len(facts.stages)
-    least = -(-rates.tokens * _length(facts) // tokens(facts))
+    enough = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
         if isinstance(rows, int):
             return -(-rows // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         worthwhile = worthwhile_rows(stage, facts, rates)
-        enough = max(LEAST_ROWS, min(worthwhile, least))
-        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, enough, granule=granule)
+        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, min(worthwhile, enough), granule=granule)
 
     def asked(stage: Stage) -> int | str:
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size

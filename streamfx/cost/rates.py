@@ -11,7 +11,7 @@ import torch
 class Rates:
     """FLOPs of products and bytes of memory per second, as reached in practice, and seconds that one operator's launch takes.
 
-    `tokens` is how many a chunk has at least, where more are worth their memory: what they take is little for such devices.
+    So many `tokens` keep it busy.
     """
 
     flops: float

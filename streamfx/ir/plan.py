@@ -14,6 +14,7 @@ from streamfx.ir.sizes import Size
 LEAST_WORKING_SET = 64 << 20  # bytes: below this a smaller chunk saves nothing worth having
 LEAST_ROWS = 64
 MULTIPLE = 8
+BUSY_WORKING_SET = 3 << 30  # bytes: so much may be worked on to keep a device busy that needs many rows for that
 SHARE = 16  # a chunk's work may take one in so many of the bytes that a step holds, where it saves time
 
 
@@ -23,9 +24,9 @@ class AutoChunk:
     are still `worthwhile`, up to a small share of what the step holds.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
-    whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. Chunks have `least` rows,
-    whatever these take. A `working_set` is what the work may take instead, in chunks of `most` rows at most: those that it was
-    simulated with, so that no shorter sequence takes more.
+    whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. To keep the device busy chunks
+    have `enough` rows, where these do not take gigabytes. A `working_set` is what the work may take instead, in chunks of `most`
+    rows at most: those that it was simulated with, so that no shorter sequence takes more.
     Chunks have a multiple of `granule` rows.
     """
 
@@ -34,7 +35,7 @@ class AutoChunk:
     worthwhile: int = 0
     held: int = 0
     cuts: int = 0
-    least: int = LEAST_ROWS
+    enough: int = 0
     working_set: int | None = None
     granule: int = 1
     most: int | None = None
@@ -43,7 +44,7 @@ class AutoChunk:
         """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
         working_set, least = self.working_set, MULTIPLE
         if working_set is None:
-            working_set, least = self._bytes_of_work(length, row_bytes, stream_bytes), self.least
+            working_set, least = self._bytes_of_work(length, row_bytes, stream_bytes), LEAST_ROWS
         most = max(least, working_set // max(row_bytes, 1))
         most = most if self.most is None else min(most, self.most)
         count = max(1, -(-length // most))
@@ -54,7 +55,8 @@ class AutoChunk:
 
     def _bytes_of_work(self, length: int, row_bytes: int, stream_bytes: int) -> int:
         share = (self.held + self.cuts * length * stream_bytes) // SHARE
-        return max(LEAST_WORKING_SET, length * stream_bytes, min(self.worthwhile * row_bytes, share))
+        busy = min(self.enough * row_bytes, BUSY_WORKING_SET)
+        return max(LEAST_WORKING_SET, length * stream_bytes, busy, min(self.worthwhile * row_bytes, share))
 
 
 ChunkSize: TypeAlias = "int | AutoChunk"
