@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamfx.runtime import attention, cuda_attention, kernels, plain_attention
+from streamfx.runtime.plain_attention import LAST
 from tests.support.cuda_kernels import in_their_place, plain
 from tests.support.spread import spread
 from tests.support.tracing import compare_function, traced
@@ -130,6 +132,31 @@ def test_masks_of_data_stream(half: bool) -> None:
     x = torch.randn(3, length, 6 * HEAD, dtype=torch.float64, requires_grad=True)
     with in_their_place(half):
         compare_function(function, [x, mask], (20, length), streams=True)
+
+
+@pytest.mark.parametrize("width", [HEAD, 5])
+def test_a_chunk_takes_one_call(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of flash attention, whose causal mask ends at the last row and key; nothing is merged or joined."""
+    calls: list[tuple[int, int]] = []
+
+    def noted(query: Tensor, key: Tensor, *others: Any) -> Any:
+        calls.append((query.shape[2], key.shape[2]))
+        return cuda_attention.forward(query, key, *others)
+
+    monkeypatch.setattr(attention, "_merge", None)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 21, width, dtype=torch.float64) for heads in (4, 2, 2))
+    wanted, lse = plain(q, k, v, None, True, None)
+    with in_their_place(half=True):
+        kernels.KERNELS["cpu"] = kernels.KERNELS["cpu"]._replace(forward=noted)
+        for start, stop in ((0, 8), (8, 16), (16, 21), (20, 21)):
+            seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+            found = attention.forward(*seen, None, start, (None, 0))
+            torch.testing.assert_close(found, (wanted[:, :, start:stop], lse[:, :, start:stop]))
+            gradient = torch.randn_like(found[0])
+            truth = plain_attention.backward(gradient, *seen, *found, None, LAST, None)
+            torch.testing.assert_close(attention.backward(gradient, *seen, *found, None, start, (None, 0)), truth)
+    assert calls == [(8, 8), (8, 16), (5, 21), (1, 21)]
 
 
 def test_dropout_is_left_to_its_kernel(half: None) -> None:

@@ -25,7 +25,7 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
         return 0
     if is_fused_attention(target):
         arguments = arguments_by_name(target, args, kwargs)
-        return attention_flops(target, arguments, Span(high=0) if arguments.get("is_causal") else Span())
+        return attention_flops(target, arguments, _seen(target, arguments))
     if target.name() in PACKED:
         return 2 * int(args[0].numel()) * int(out.shape[-1])
     formula = flop_registry.get(target.overloadpacket)
@@ -66,6 +66,15 @@ def is_fused_attention(target: Any) -> bool:
     """Whether an operator is attention over queries [b h m d], keys [b g n d] and values [b g n e]."""
     names = ("aten::_scaled_dot_product", "streamfx::attention")
     return isinstance(target, OpOverload) and target.name().startswith(names)
+
+
+def _seen(target: Any, arguments: Mapping[str, Any]) -> Span:
+    """What the operator's own flag leaves visible: CUDA's flash attention aligns it at the last row and key."""
+    if not arguments.get("is_causal"):
+        return Span()
+    ends_last = target.name().startswith("aten::_scaled_dot_product_flash_attention") and "for_cpu" not in target.name()
+    past = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
+    return Span(high=past if ends_last else 0)
 
 
 def attention_flops(target: Any, arguments: Mapping[str, Any], span: Span) -> int:

@@ -1,9 +1,10 @@
 """Attention of a chunk's queries over the keys they see.
 
-Kernels align a causal mask at the first row and the first key, so a chunk in the middle of the sequence takes two calls: the
-past, which it sees in full, and the diagonal, which is square; their results are merged by log-sum-exp. The backward calls
-the kernel twice as well, with the merged result and log-sum-exp, as ring attention does. A mask that depends on data is taken
-apart into pieces first (see `visible.py`), each of which is such a call on some of the rows and some of the keys.
+A chunk in the middle of the sequence takes one call of a kernel that aligns its causal mask at the last row and the last key.
+Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is square;
+their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and log-sum-exp, as ring
+attention does. A mask that depends on data is taken apart into pieces first (see `visible.py`), each of which is such a call on
+some of the rows and some of the keys.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from streamfx.runtime import kernels
 from streamfx.runtime.mask_programs import Mask
+from streamfx.runtime.plain_attention import LAST
 from streamfx.runtime.visible import Kind, Piece
 
 Window = tuple["int | None", "int | None"]
@@ -86,8 +88,8 @@ def _forward(kind: Kind, query: Tensor, key: Tensor, value: Tensor, bias: Bias, 
     if kind is not Kind.CAUSAL:
         return kernels.forward(query, key, value, bias() if kind is Kind.MIXED else None, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0:
-        return kernels.forward(query, key, value, None, True, scale)
+    if past == 0 or kernels.aligns_last(query, key, value, scale):
+        return kernels.forward(query, key, value, None, LAST if past else True, scale)
     seen = kernels.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
     own = kernels.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
     return _merge(seen, own)
@@ -108,8 +110,8 @@ def _backward(
         mask = bias() if kind is Kind.MIXED else None
         return kernels.backward(gradient, query, key, value, out, lse, mask, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0:
-        return kernels.backward(gradient, query, key, value, out, lse, None, True, scale)
+    if past == 0 or kernels.aligns_last(query, key, value, scale):
+        return kernels.backward(gradient, query, key, value, out, lse, None, LAST if past else True, scale)
     seen = kernels.backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
     own = kernels.backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)
     return seen[0].add_(own[0]), torch.cat((seen[1], own[1]), 2), torch.cat((seen[2], own[2]), 2)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.runtime import layouts
-from streamfx.runtime.plain_attention import for_all_heads, for_groups
+from streamfx.runtime.plain_attention import Causal, for_all_heads, for_groups
 
 aten = torch.ops.aten
 
@@ -25,16 +25,16 @@ LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads so m
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m]."""
     query, key, value, scale = _readable(query, key, value, scale)
     if is_flash(query, key, value, bias, causal, scale):
-        made = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        made = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return made[0], made[1]
     key, value = (for_all_heads(item, query) for item in (key, value))  # attention.cu: heads are as many
     bias = _readable_bias(bias, query, key)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, bool(causal), scale=scale)
     return out, lse[:, :, : query.shape[2]]
 
 
@@ -46,7 +46,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
@@ -58,13 +58,19 @@ def backward(
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
 
 
-def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> bool:
+def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
     """Whether flash attention takes these, as `sdp_utils.cpp: use_flash_attention` has it."""
-    if bias is not None or query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
-        return False  # softmax.h: the greatest score is sought before scores are scaled
-    if causal and query.shape[2] != key.shape[2]:
+    if causal is True and query.shape[2] != key.shape[2]:
         return False  # mask.h: aligns at the last row and key, where all others align at the first
-    return query.shape[-1] == value.shape[-1] <= flash_width(query.device)
+    return bias is None and aligns_last(query, key, value, scale)
+
+
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether flash attention takes these without a bias: its causal mask ends at the last row and key."""
+    if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
+        return False  # softmax.h: the greatest score is sought before scores are scaled
+    width, value_width = (item.shape[-1] + -item.shape[-1] % layouts.ALIGNED for item in (query, value))
+    return width == value_width <= flash_width(query.device)
 
 
 @lru_cache
@@ -97,14 +103,14 @@ def _flash_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, offset = (torch.zeros(size, dtype=torch.uint64, device=query.device) for size in ((2,), ()))  # of no dropout
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, out, lse, *ends, 0.0, causal, seed, offset, scale=scale
+        gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), seed, offset, scale=scale
     )
 
 
@@ -116,7 +122,7 @@ def _efficient_backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = key.shape[1]
@@ -126,7 +132,7 @@ def _efficient_backward(
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     wanted = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query, key, value, bias, out, lse, seed, offset, 0.0, wanted, causal, scale=scale
+        gradient, query, key, value, bias, out, lse, seed, offset, 0.0, wanted, bool(causal), scale=scale
     )
     return dq, for_groups(dk, groups), for_groups(dv, groups)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime.plain_attention import Causal
 
 aten = torch.ops.aten
 Result: TypeAlias = "tuple[Tensor, Tensor]"
@@ -21,17 +22,22 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
 
 class Kernels(NamedTuple):
-    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types."""
+    """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
+
+    `aligns_last` (q, k, v, scale): whether `causal` may be LAST.
+    """
 
     types: Collection[torch.dtype]
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float | None], Result]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float | None], Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
+    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
+def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    With `causal`, query i sees keys 0 .. i, however many there are.
+    With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
+    as there are queries after it.
     """
     if not query.numel() or not key.numel():  # kernels divide by their numbers
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
@@ -50,7 +56,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> Gradients:
     """Gradients of queries, keys and values."""
@@ -66,6 +72,11 @@ def backward(
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether queries at the end of their keys take one call."""
+    return _kernels(query).aligns_last(query, *_of_one_kind(query, key, value), scale)
+
+
 def _kernels(query: Tensor) -> Kernels:
     """The device's, if they are made for numbers of this type."""
     made = KERNELS[query.device.type]
@@ -79,12 +90,14 @@ def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
 
 
-def _visible(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor | None, bool]:
+def _visible(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
+) -> tuple[Tensor | None, Causal]:
     """The bias, of four dimensions, and whether kernels hide later keys: they hide before they scale, with minus infinity."""
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
     if causal and scale is not None and scale <= 0:
-        triangle = plain_attention.triangle(query, key)
+        triangle = plain_attention.triangle(query, key, causal)
         return (triangle if bias is None else bias + triangle), False
     return bias, causal
 
@@ -92,7 +105,7 @@ def _visible(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scal
 # -- CPU
 
 
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Result:
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     query, key, value, scale = _for_cpu(query, key, value, scale)
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
 
@@ -105,7 +118,7 @@ def _cpu_backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> Gradients:
     query, key, value, scale = _for_cpu(query, key, value, scale)
@@ -127,7 +140,7 @@ def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
 
 KERNELS = {
     "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
-    "cuda": Kernels(cuda_attention.TYPES, cuda_attention.forward, cuda_attention.backward),
+    "cuda": Kernels(cuda_attention.TYPES, cuda_attention.forward, cuda_attention.backward, cuda_attention.aligns_last),
 }
 PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)
 
@@ -153,7 +166,7 @@ def _attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
     return forward(query, key, value, attn_mask, is_causal, scale)
@@ -169,7 +182,7 @@ def _attention_backward(
     logsumexp: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    is_causal: Causal = False,
     scale: float | None = None,
 ) -> Gradients:
     return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
@@ -182,7 +195,7 @@ def _fake_attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -201,7 +214,7 @@ def _fake_attention_backward(
     logsumexp: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    is_causal: Causal = False,
     scale: float | None = None,
 ) -> Gradients:
     dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
+LAST: Final = "last"
+Causal: TypeAlias = bool | Literal["last"]
+"""Whether later keys are hidden: with True query i sees keys 0 .. i; with LAST the last query sees all, as the last rows do."""
+
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m]; a row that sees no key has the result 0."""
     key, value = (for_all_heads(item, query) for item in (key, value))
@@ -24,7 +30,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
+    causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
@@ -35,10 +41,11 @@ def backward(
     return inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
 
 
-def triangle(query: Tensor, key: Tensor) -> Tensor:
-    """A bias that hides key j from row i where j > i."""
+def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
+    """A bias that hides later keys."""
+    past = key.shape[2] - query.shape[2] if causal == LAST else 0
     hidden = query.new_full((query.shape[2], key.shape[2]), float("-inf"))
-    return hidden.triu(1).expand(1, 1, -1, -1)
+    return hidden.triu(1 + past).expand(1, 1, -1, -1)
 
 
 def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
@@ -54,10 +61,10 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Tensor:
     scores = query @ key.transpose(-1, -2) * _scale(query, scale)
     scores = scores if bias is None else scores + bias
-    return scores + triangle(query, key) if causal else scores
+    return scores + triangle(query, key, causal) if causal else scores
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
