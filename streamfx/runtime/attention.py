@@ -2,9 +2,9 @@
 
 A chunk in the middle of the sequence takes one call of a kernel that aligns its causal mask at the last row and the last key.
 Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is square;
-their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and log-sum-exp, as ring
-attention does. A mask that depends on data is taken apart into pieces first (see `visible.py`), each of which is such a call on
-some of the rows and some of the keys.
+their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and log-sum-exp, as
+ring attention does. A mask that depends on data is taken apart into pieces first (see `visible.py`), each of which is such a call
+on some of the rows and some of the keys.
 """
 
 from __future__ import annotations
