@@ -80,7 +80,8 @@ class _Rewriter:
                 continue
             if wanted:
                 self._run_again(stage, backward)
-                backward.fetch_for(self.stages.index(stage) - 1)
+                for ahead in (0, 1):  # what is needed first comes first
+                    backward.fetch_for(self.stages.index(stage) - ahead)
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
