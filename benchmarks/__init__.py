@@ -7,6 +7,8 @@ python -m benchmarks step --way checkpointing streambp --chunk-size 256 1024
 python -m benchmarks step --json figures.json --chart figures.svg        # figures and a chart of them
 python -m benchmarks --figures figures.json more.json --chart all.svg    # figures of earlier runs
 
+python -m benchmarks gpu                                                 # on one GPU: what no CPU can settle, in eight minutes
+
 On a GPU: layers of real models or all of them, in bfloat16, with random weights.
 
 python -m benchmarks step --model Qwen3-8B --layers 4 --length 24576 --way checkpointing streambp

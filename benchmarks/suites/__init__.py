@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks.settings import Rows, Settings
 from benchmarks.suites.analysis import analysis
 from benchmarks.suites.compilation import compilation
+from benchmarks.suites.gpu import gpu
 from benchmarks.suites.growth import growth
 from benchmarks.suites.head import head
 from benchmarks.suites.longest import longest
@@ -17,5 +18,6 @@ from benchmarks.suites.operations import operations
 from benchmarks.suites.step import step
 
 SUITES: dict[str, Callable[[Settings], Rows]] = {
-    suite.__name__: suite for suite in (step, masks, objectives, head, mlp, longest, operations, growth, compilation, analysis)
+    suite.__name__: suite
+    for suite in (step, masks, objectives, head, mlp, longest, operations, growth, compilation, analysis, gpu)
 }

@@ -1,0 +1,31 @@
+"""What is installed, and which kernels would be chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu import Finding, Place
+from streamfx.runtime import cuda_attention
+from streamfx.runtime.cuda_products import adds_in_place
+
+PACKAGES = ("triton", "flash_attn", "liger_kernel", "cut_cross_entropy", "transformers")
+
+
+def versions(place: Place) -> Iterator[Finding]:
+    """PyTorch, the card, and what of it streamfx counts on."""
+    yield Finding("torch", "version", torch.__version__)
+    for package in PACKAGES:
+        yield Finding(package, "installed", str(importlib.util.find_spec(package) is not None))
+    if not place.device.startswith("cuda"):
+        yield Finding("device", "name", place.device)
+        return
+    device = torch.device(place.device)
+    yield Finding("device", "name", torch.cuda.get_device_name(device))
+    yield Finding("device", "capability", str(torch.cuda.get_device_capability(device)))
+    yield Finding("CUDA, cuDNN", "version", f"{torch.version.cuda}, {torch.backends.cudnn.version()}")
+    yield Finding("flash attention", "widest head", cuda_attention.flash_width(device))
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Finding("products", f"{dtype} added to float32 in place", str(adds_in_place(device, dtype)))
