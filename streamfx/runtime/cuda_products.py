@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 aten = torch.ops.aten
-IN_PLACE = {2: aten.addmm.dtype_out, 3: aten.baddbmm.dtype_out}  # by dimensions of the factors
-MADE = {2: aten.mm.dtype, 3: aten.bmm.dtype}
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
@@ -25,9 +23,15 @@ _library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [.. m n] += left [.. m k] @ right [.. k n]."""
     if adds_in_place(left.device, left.dtype):
-        IN_PLACE[left.dim()](total, left, right, total.dtype, out=total)
+        _add_in_place(total, left, right)
     else:
-        total.add_(MADE[left.dim()](left, right, total.dtype))
+        make = torch.mm if left.dim() == 2 else torch.bmm
+        total.add_(make(left, right, out_dtype=total.dtype))
+
+
+def _add_in_place(total: Tensor, left: Tensor, right: Tensor) -> None:
+    add = aten.addmm.dtype_out if left.dim() == 2 else aten.baddbmm.dtype_out
+    add(total, left, right, total.dtype, out=total)
 
 
 @torch.library.register_fake("streamfx::add_product_", lib=_library)  # type: ignore[untyped-decorator]
@@ -45,9 +49,9 @@ def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     factor = torch.ones(size, size, dtype=dtype, device=device)
     total = torch.ones(size, size, device=device)
     try:
-        IN_PLACE[2](total, factor, factor, total.dtype, out=total)
-        IN_PLACE[3](total[None], factor[None], factor[None], total.dtype, out=total[None])
-    except RuntimeError:
+        _add_in_place(total, factor, factor)
+        _add_in_place(total[None], factor[None], factor[None])
+    except (AttributeError, RuntimeError):  # there is no such overload, or it refuses
         return False
     return bool((total == 2 * size + 1).all())
 
