@@ -16,6 +16,7 @@ from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
 from tests import test_canonical, test_canonical_equations
 from tests.support.canonical import Case, graphs, plain
+from tests.support.flash_package import flash_attn_func
 
 aten = torch.ops.aten
 CASES = test_canonical.CASES | test_canonical_equations.CASES
@@ -28,6 +29,10 @@ def heads(summed: Callable[[Tensor], Tensor]) -> Case:
 
 def fused(dropout: float) -> Case:
     return Case(lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, dropout, True)[0], (plain(2, 3, 5, 4),))
+
+
+def of_the_flash_package(softcap: float) -> Case:
+    return Case(lambda q: flash_attn_func(q, q, q, causal=True, softcap=softcap), (plain(2, 5, 3, 8),))
 
 
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
@@ -97,6 +102,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2], (plain(2, 5), plain(2, 1))),
     ),
     "attention of a device": (fused(0.0), fused(0.1)),
+    "attention of the flash package": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
     "heads repeated for groups": (
         heads(test_canonical_equations.GROUPS["groups"][0]),
         heads(test_canonical_equations.GROUPS["other groups"][0]),

@@ -14,6 +14,7 @@ from streamfx.passes.canonicalization import (
     convolutions,
     dropped_column,
     fills,
+    flash_package,
     flex,
     fused,
     grouped,
@@ -68,6 +69,7 @@ TABLE: tuple[Equation, ...] = (
     softmax.gradient_of_the_largest_score,
     dropped_column.softmax_without_a_column,
     fused.attention_of_a_device,
+    flash_package.attention_of_the_flash_package,
     grouped.heads_repeated_for_groups,
 )
 

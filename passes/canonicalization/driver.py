@@ -20,6 +20,7 @@ from streamfx.passes.canonicalization.equation import Equals, Equation
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.opaque import may_be_merged
 from streamfx.passes.operators.traits import is_random
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 MAKES_AXES = frozenset(
@@ -56,9 +57,15 @@ def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | N
     shown = {memory for output in outputs[:results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_rewritten = any(_applied(row, node, writer) for row in rows.get(node.target, ()))
+            is_rewritten = any(_applied(row, node, writer) for row in _rows_for(node, rows))
             is_changed |= is_rewritten or (node not in shown and _merged(node, known))
     return is_changed
+
+
+def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equation]:
+    """By the operator, or by the name of one that another package defines."""
+    named = node.target.name() if isinstance(node.target, OpOverload) else None
+    return rows.get(node.target) or rows.get(named) or []
 
 
 def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:

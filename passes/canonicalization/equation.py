@@ -21,7 +21,7 @@ Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 @dataclass(frozen=True)
 class Equation:
-    """`rewrite` gets an operator among `targets`, and a writer that stands before it.
+    """`rewrite` gets an operator among `targets` (names of those that other packages define), and a writer that stands before it.
 
     It gives what the operator equals, or what each of several values equals where they change together; None where the equation
     does not hold, or says nothing new. It replaces nothing itself.

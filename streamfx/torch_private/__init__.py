@@ -29,6 +29,7 @@ from torch.utils._sympy.printers import PythonPrinter  # 2.11, 2.13
 from streamfx.errors import told
 
 __all__ = [
+    "AUTO_FUNCTIONALIZED",
     "DISABLED_TORCH_FUNCTION",
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
@@ -82,6 +83,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
 ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # 2.11, 2.13: an operator that writes, as one that does not
 SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
 
 
