@@ -72,10 +72,10 @@ def _length(facts: Facts) -> int:
 
 
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
-    """Rows of a chunk beyond which larger ones save little time."""
-    twice = (*stage.forward, *stage.forward, *stage.backward)  # the forward half runs once more before the backward half
-    flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in twice if is_expensive(node))
-    overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=sum(map(_computes, twice)))
+    """Rows of a chunk beyond which larger ones save little time; the forward half runs once more before the backward half."""
+    flops = 2 * _flops(stage.forward) + _flops(stage.backward)
+    launches = 2 * sum(map(_computes, stage.forward)) + sum(map(_computes, stage.backward))
+    overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
     row = rates.seconds(flops=flops) / _length(facts)
     return math.ceil(overhead / (OVERHEAD * row)) if row else 0
 
@@ -84,6 +84,10 @@ def held_bytes(facts: Facts) -> int:
     """Bytes that a step holds whatever its chunks are, beside the values at cuts."""
     gradients = (node for node in facts.joint.gradients if isinstance(node, fx.Node))
     return sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
+
+
+def _flops(nodes: Iterable[fx.Node]) -> int:
+    return sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))
 
 
 def _computes(node: fx.Node) -> bool:
@@ -111,7 +115,8 @@ def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
     if not keys or node not in axes.signatures:
         return ()
     operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
-    return [operand for operand, dims in operands if any(keys & set(dim) for dim in dims) and demand.form(operand) is Form.ROWS]
+    seen = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
+    return [operand for operand in seen if demand.forms.get(operand, (None,))[0] is Form.ROWS]
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
