@@ -32,6 +32,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "numbers": (2, 4),
     "few": (1, 22, 33, 42),
     "halves": (6, 8, 17),
+    "views": (0, 1),
     "bytes": (4,),
     "apart": (2, 5, 8, 10, 26),
     "asserted": (0, 1, 8),

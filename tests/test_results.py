@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,3 +62,43 @@ def test_shares_of_all_keys_are_returned_in_full(of_rows: str) -> None:
     if of_rows == "dropped out":
         shown, wanted = shown * (wanted != 0), wanted * (shown != 0)  # what neither has drawn
     torch.testing.assert_close(shown, wanted)
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {  # of what is given and of what is returned beside them
+    "half": lambda x, y: (y, y[:, y.shape[1] // 2 :]),
+    "from the end": lambda x, y: (y, y.narrow(1, y.shape[1] - 5, 3)),
+    "features": lambda x, y: (y, y[..., y.shape[1] // 9 :]),
+    "turned": lambda x, y: (y, y[:, y.shape[1] // 2 :].mT),
+    "a row": lambda x, y: (y, y[:, y.shape[1] // 2], y.flatten(0, 1)),
+    "two parts": lambda x, y: (y[:, y.shape[1] // 2 :], y[:, y.shape[1] // 3 :]),
+    "of an input": lambda x, y: (x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :]),
+    "of one sequence": lambda x, y: (y, y[:1, y.shape[1] // 2 :].expand(3, -1, -1)),
+}
+
+
+class ReturnsViews(nn.Module):
+    def __init__(self, views: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.views, self.up, self.down = views, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q = self.up(x)[:, None]
+        y = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return (self.down(y).square().mean(), *self.views(x, y))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_views_of_any_length_show_eagers_rows(name: str, with_gradients: bool) -> None:
+    """AOTAutograd makes them again from where our results lie: their offset is asked for, which follows from the length."""
+    torch.manual_seed(0)
+    model = ReturnsViews(VIEWS[name]).double()
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "eager"}, dynamic=True)
+    for length in (13, 11):
+        given = torch.randn(2, length + 3, 4, dtype=torch.float64, requires_grad=with_gradients)
+        found, wanted = ([*function(given[:, 3:])] for function in (compiled, model))
+        torch.testing.assert_close(found, wanted)
+        assert [item.stride() for item in found] == [item.stride() for item in wanted]
+        if with_gradients:
+            made = (torch.autograd.grad(sum(item.sin().sum() for item in items), given)[0] for items in (found, wanted))
+            torch.testing.assert_close(*made)

@@ -6,16 +6,17 @@ as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it read
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
-from streamfx.ir.sizes import Size, size_of
+from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.passes.canonicalization.equation import equation
-from streamfx.passes.operators.aliasing import MEMORIES, memories
+from streamfx.passes.operators.aliasing import MEMORIES, PLACES, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
@@ -63,6 +64,22 @@ def note_layouts(graph: fx.Graph) -> None:
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
+    output.meta[PLACES] = tuple(_place(item, results) for item in results)
+
+
+def _place(item: Any, results: Sequence[Any]) -> tuple[int | str, Size, tuple[Size, ...]] | None:
+    """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
+    beginning of that it begins, and its strides. Where all of these are numbers, AOTAutograd makes the view again by itself.
+    """
+    base = _root(item) if is_tensor(item) else item
+    if base is item or not is_tensor(base):
+        return None
+    own, other = item.meta["val"], base.meta["val"]
+    sizes = [size_of(size) for size in (*own.shape, *own.stride(), own.storage_offset(), other.storage_offset())]
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
+    return None if where is None else (where, simplified(sizes[-2] - sizes[-1]), tuple(sizes[own.dim() : 2 * own.dim()]))
 
 
 def _strides(item: Any) -> tuple[Size, ...] | None:

@@ -20,7 +20,7 @@ from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_part
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value
-from streamfx.runtime.as_traced import laid_out
+from streamfx.runtime.as_traced import laid_out, placed
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.recurrences import Recurrence
@@ -106,6 +106,12 @@ class OuterBuilder:
             return value
         made = self.graph.call_function(laid_out, (value, *(self.number(stride) for stride in strides)))
         made.meta = {"val": node.meta["val"], "joint": node.name}
+        return made
+
+    def placed(self, value: fx.Node, base: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A result that lies as if it were part of another value."""
+        made = self.graph.call_function(placed, (value, base, self.number(offset), *(self.number(stride) for stride in strides)))
+        made.meta = dict(value.meta)
         return made
 
     def _constant(self, node: fx.Node) -> None:

@@ -30,7 +30,7 @@ from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_b
 from streamfx.passes.codegen.memory import copied_if_written, gradients_apart, results_apart
 from streamfx.passes.codegen.outer import OuterBuilder
 from streamfx.passes.codegen.reuse import reuse_buffers
-from streamfx.passes.operators.aliasing import MEMORIES
+from streamfx.passes.operators.aliasing import MEMORIES, PLACES
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
@@ -147,10 +147,22 @@ class _Rewriter:
                 made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
         return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
 
+    def _in_place(self, forward: OuterBuilder, results: list[Any]) -> list[Any]:
+        """Results that were part of an input, or of another result, where they began in that."""
+        places = self.joint.graph.output_node().meta.get(PLACES, (None,) * len(results))
+        inputs = {node.name: node for node in self.joint.primals}
+        found = list(results)
+        for number, where in enumerate(places[: len(results)]):
+            if where is not None:
+                base, offset, strides = where
+                of = forward.operand(inputs[base]) if isinstance(base, str) else results[base]
+                found[number] = forward.placed(results[number], of, offset, strides)
+        return found
+
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {made: node.name for node, made in forward.env.items()}
-        return results_apart(results, traced[: len(results)], saved, names)
+        return self._in_place(forward, results_apart(results, traced[: len(results)], saved, names))
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):

@@ -12,6 +12,8 @@ from streamfx.torch_private import OpOverload
 
 MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, the names of the values that it showed when traced
 
+PLACES = "streamfx_places"  # in the `meta` of an output: for each result that is part of another value, where it began in that
+
 
 def memories(node: fx.Node) -> frozenset[fx.Node]:
     """The values of a graph whose memory this one may show: itself alone, where an operator makes it."""

@@ -21,6 +21,23 @@ def laid_out(value: Any, *strides: int) -> Any:
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
 
 
+def placed(value: Tensor, base: Tensor, offset: int, *strides: int) -> Tensor:
+    """The value with these strides, in memory where it begins as far behind the beginning as if it were part of `base`.
+
+    AOTAutograd reads where a result lies, and looks there into the value that it was part of.
+    """
+    begins = base.storage_offset() + offset
+    once = value
+    for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
+        once = once.narrow(dim, 0, min(1, once.shape[dim]))
+    if (_has(value, strides) and value.storage_offset() == begins) or _overlap(once.shape, strides):
+        return value
+    reach = sum((size - 1) * stride for size, stride in zip(once.shape, strides, strict=True)) + 1 if once.numel() else 0
+    memory = torch.empty(begins + reach, dtype=value.dtype, device=value.device).untyped_storage()
+    made = torch.empty(0, dtype=value.dtype, device=value.device).set_(memory, begins, once.shape, strides)
+    return made.copy_(once).expand(value.shape) if once.shape != value.shape else made.copy_(once)
+
+
 def _has(value: Tensor, strides: Sequence[int]) -> bool:
     pairs = zip(value.shape, value.stride(), strides, strict=True)
     return value.numel() == 0 or all(size == 1 or own == wanted for size, own, wanted in pairs)

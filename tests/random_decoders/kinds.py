@@ -116,6 +116,12 @@ def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) ->
     return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
 
 
+def _views(decoder: Decoder, random: Random) -> Decoder:
+    """Views of what is returned are returned, too: of any length they begin where sizes say."""
+    own = replace(_small(decoder), calls="lengths", dynamic=True, outputs="views", layout="batch first", loss="mean")
+    return replace(own, length=random.choice((5, 11, 19)), bodies="eager")
+
+
 def _few(decoder: Decoder, random: Random) -> Decoder:
     """Often of any length, and with lengths that leave few rows for the last chunk."""
     draw_lengths = _of_any_length if random.random() < 0.3 else _beside
@@ -151,6 +157,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "asserted": partial(_beside, extras=ASSERTED),
     "numbers": partial(_of_any_length, extras=NUMBERS),
     "few": _few,
+    "views": _views,
     "halves": partial(_beside, extras=HALVES),
 }
 OFTEN = (
@@ -165,6 +172,7 @@ OFTEN = (
     "bytes",
     "halves",
     "looked up",
+    "views",
 )
 
 

@@ -187,6 +187,8 @@ def _result(w: Writer) -> str:
         for name, rank in PARAMETERS.items():
             if f"self.{name}" in "".join(lines):
                 w.parameter(name, *([decoder.width] * rank or [1]))
+    if decoder.outputs == "views":
+        return "loss, x, x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :].transpose(0, 1), x.flatten(0, 1)"
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 

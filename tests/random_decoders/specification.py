@@ -181,8 +181,8 @@ def _sensible_beside(decoder: Decoder) -> Decoder:
         decoder = replace(decoder, layers=(first, *decoder.layers[1:]), outputs="loss")
     if decoder.calls != "one":
         decoder = replace(decoder, compiled=True, precision="float64", embedding="tokens", dynamic=decoder.calls == "lengths")
-        decoder = replace(decoder, outputs="loss") if decoder.outputs not in ("loss", "logits") else decoder
-        decoder = replace(decoder, outputs="loss") if decoder.calls == "lengths" else decoder
+        decoder = replace(decoder, outputs="loss") if decoder.outputs not in ("loss", "logits", "views") else decoder
+        decoder = replace(decoder, outputs="loss") if decoder.calls == "lengths" and decoder.outputs != "views" else decoder
     if decoder.loss in OUTSIDE and decoder.outputs != "logits":
         decoder = replace(decoder, loss="mean")
     if decoder.outputs == "logits" and decoder.loss in OUTSIDE:
