@@ -51,6 +51,29 @@ def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NOT the same as eager" in str(result)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_differs(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    """However small the loss's own difference is."""
+    from streamfx.runtime import sums
+
+    right = sums.add_mm
+
+    def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
+        right(total, left, right_)
+        total[0, 0] = number
+
+    monkeypatch.setattr(sums, "add_mm", wrong)
+    result = streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
+    assert not result.ok
+    assert result.max_error == float("inf")
+
+
+def test_what_is_no_number_in_eager_either_is_the_same() -> None:
+    some = torch.tensor([1.0, float("nan"), float("inf")])
+    assert relative_difference(some, some, 0.0) == 0
+    assert relative_difference(torch.tensor([1.0, 2.0, float("inf")]), some, 0.0) == float("inf")
+
+
 def test_the_table_shows_the_worst_first() -> None:
     text = str(streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"}))
     for part in ("the same as eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):

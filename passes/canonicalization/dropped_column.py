@@ -36,14 +36,14 @@ class Column:
     first: int
 
     @property
-    def is_scores(self) -> tuple[int, int]:
+    def scores_range(self) -> tuple[int, int]:
         count = shape_of_node(self.scores)[self.dim]
         assert isinstance(count, int)
         return self.first, self.first + count
 
     @property
-    def is_column(self) -> tuple[int, int]:
-        end = self.is_scores[1]
+    def column_range(self) -> tuple[int, int]:
+        end = self.scores_range[1]
         return (end, end + 1) if self.first == 0 else (0, 1)
 
 
@@ -72,7 +72,7 @@ def _column_of(softmax: fx.Node) -> Column | None:
 
 
 def _fits(found: Column) -> bool:
-    return all(_is_part(user, found, found.is_scores) or _is_backward(user, found) for user in found.softmax.users)
+    return all(_is_part(user, found, found.scores_range) or _is_backward(user, found) for user in found.softmax.users)
 
 
 def _is_part(node: fx.Node, found: Column, part: tuple[int, int]) -> bool:
@@ -82,7 +82,7 @@ def _is_part(node: fx.Node, found: Column, part: tuple[int, int]) -> bool:
 def _bounds(node: fx.Node, found: Column) -> tuple[int, int] | None:
     """Start and end of a slice or of its gradient along the keys; None for anything else."""
     arguments, rank = bound_arguments(node), len(shape_of_node(found.softmax))
-    length = found.is_column[1] if found.first == 0 else found.is_scores[1]
+    length = found.column_range[1] if found.first == 0 else found.scores_range[1]
     start, end = arguments["start"] or 0, arguments["end"]
     if arguments["dim"] % rank != found.dim or arguments["step"] != 1 or not isinstance(start, int):
         return None
@@ -103,8 +103,8 @@ def _is_backward(node: fx.Node, found: Column) -> bool:
         return False
     if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
         return False
-    parts = (found.is_scores, found.is_column)
-    fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.is_scores
+    parts = (found.scores_range, found.column_range)
+    fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.scores_range
     return fits and all(any(_is_part(user, found, part) for part in parts) for user in node.users)
 
 
@@ -144,7 +144,7 @@ def _gradients(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.N
     total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, kept), [found.dim], True)
     of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
     of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
-    results = {found.is_scores: _as(writer, of_scores, dtype), found.is_column: _as(writer, of_column, dtype)}
+    results = {found.scores_range: _as(writer, of_scores, dtype), found.column_range: _as(writer, of_column, dtype)}
     return {user: results[_bounds(user, found)] for user in backward.users}  # type: ignore[index]
 
 

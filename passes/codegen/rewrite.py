@@ -147,8 +147,12 @@ class _Rewriter:
                 made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
         return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
 
-    def _in_place(self, forward: OuterBuilder, results: list[Any]) -> list[Any]:
-        """Results that were part of an input, or of another result, where they began in that."""
+    def _placed_in_bases(self, forward: OuterBuilder, results: list[Any]) -> list[Any]:
+        """Results that are views of an input, or of another result, laid where they began in that when traced.
+
+        With dynamic shapes AOTAutograd makes such a view again from where ours lies in memory (`PLACES`, noted by
+        `canonicalization/opaque.py: _place`).
+        """
         places = self.joint.graph.output_node().meta.get(PLACES, (None,) * len(results))
         inputs = {node.name: node for node in self.joint.primals}
         found = list(results)
@@ -162,7 +166,7 @@ class _Rewriter:
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {made: node.name for node, made in forward.env.items()}
-        return self._in_place(forward, results_apart(results, traced[: len(results)], saved, names))
+        return self._placed_in_bases(forward, results_apart(results, traced[: len(results)], saved, names))
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):

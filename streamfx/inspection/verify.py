@@ -110,7 +110,8 @@ class Verification:
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
         self.norms = {name: _norm(gradient) for name, gradient in zip(names, eager.gradients, strict=True)}
-        floor = torch.finfo(precision).eps / self.tolerance * sum(norm**2 for norm in self.norms.values()) ** 0.5
+        finite = [_norm(_numbers(gradient)) for gradient in eager.gradients]
+        floor = torch.finfo(precision).eps / self.tolerance * sum(norm**2 for norm in finite) ** 0.5
         pairs = zip(names, streamed.gradients, eager.gradients, strict=True)
         self.errors = {name: relative_difference(ours, theirs, floor) for name, ours, theirs in pairs}
 
@@ -146,15 +147,25 @@ class Verification:
 
 
 def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
-    """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero."""
+    """The norm of the difference over the norm of the truth, which counts as `floor` at least; no gradient counts as zero.
+
+    An infinity or NaN that one side alone has differs infinitely.
+    """
     if value is None or truth is None:
         difference = _norm(truth if value is None else value)
     else:
-        difference = _norm(value.to(torch.promote_types(value.dtype, torch.float64)) - truth)
-    scale = max(_norm(truth), floor)
+        wide = value.to(torch.promote_types(value.dtype, torch.float64))
+        is_same = (wide == truth) | (wide.isnan() & truth.isnan())
+        difference = _norm(torch.where(is_same, 0.0, wide - truth))
     if difference == 0:
         return 0.0
-    return difference / scale if scale else math.inf
+    scale = max(_norm(_numbers(truth)), floor)
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    """Zero in place of infinities and NaN."""
+    return None if tensor is None else tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _norm(tensor: Tensor | None) -> float:
