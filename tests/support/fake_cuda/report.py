@@ -12,6 +12,7 @@ import torch
 from streamfx.cost.memory import Cost
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
+from streamfx.ir.facts import known
 from streamfx.planner.models import configuration, language_model, loss_of
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensorMode
@@ -47,15 +48,14 @@ def report(
         inputs = {"input_ids": ids, "labels": ids, **({"attention_mask": torch.ones_like(ids)} if mask else {})}
     call = traced(loss_of(made), (), inputs, options or {}, False)
     explanation = Explanation(call)
-    (graph,) = call.graphs
-    facts = graph.facts
+    streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
     costs: list[Cost] = explanation.costs
     return {
         "chosen": dict(Counter(card.chosen)),
         "stopped": call.stopped,
-        "reasons": facts.reasons(),
-        "verdicts": sorted(set(facts.causality.verdicts.values())),
-        "loops": [] if facts.program is None else [loop_report(loop) for loop in facts.program.loops],
+        "reasons": [reason for facts in streamed for reason in facts.reasons()],
+        "verdicts": sorted({verdict for facts in streamed for verdict in facts.causality.verdicts.values()}),
+        "loops": [loop_report(loop) for facts in streamed for loop in known(facts.program).loops],
         "flops": sum(cost.flops for cost in costs),
         "moved": sum(cost.moved for cost in costs),
     }
