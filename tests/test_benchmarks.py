@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import Place, checks
+from benchmarks.gpu.steps import TINY
 from benchmarks.processes import Failed, Measured
 from benchmarks.settings import Settings
 from benchmarks.suites.gpu import found
@@ -21,15 +22,6 @@ from tests.support.spread import only
 
 HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
 MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
 DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
 TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import streamfx
 from streamfx.inspection.verify import default_loss, relative_difference
+from streamfx.runtime import sums
 from tests.support.small import EXAMPLES, WIDTH, Causal, Streams, tokens
 
 IDS = tokens(2, 6)
@@ -36,17 +39,20 @@ def test_float_inputs_that_require_gradients_are_compared() -> None:
     assert x.grad is None
 
 
-def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamfx.runtime import sums
-
+def with_first(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]) -> streamfx.Verification:
+    """What is found where the first number of each weight's gradient is changed."""
     right = sums.add_mm
 
     def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
         right(total, left, right_)
-        total[0, 0] += 0.125
+        change(total[0, 0])
 
     monkeypatch.setattr(sums, "add_mm", wrong)
-    result = streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
+    return streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
+
+
+def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = with_first(monkeypatch, lambda first: first.add_(0.125))
     assert not result.ok
     assert "NOT the same as eager" in str(result)
 
@@ -54,16 +60,7 @@ def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_differs(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     """However small the loss's own difference is."""
-    from streamfx.runtime import sums
-
-    right = sums.add_mm
-
-    def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
-        right(total, left, right_)
-        total[0, 0] = number
-
-    monkeypatch.setattr(sums, "add_mm", wrong)
-    result = streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
+    result = with_first(monkeypatch, lambda first: first.fill_(number))
     assert not result.ok
     assert result.max_error == float("inf")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import Finding, Place
-from benchmarks.gpu.timing import seconds
+from benchmarks.gpu.measures import distance, seconds
 from streamfx.runtime import attention, kernels
 
 PASTS = (0, 1, 17, 4096)
@@ -34,7 +34,7 @@ def against_float64(place: Place) -> Iterator[Finding]:
         eager = _eager(drawn, mask)
         ours = _ours(query, key, value, gradient, None if bias == "causal" else mask, past)
         for name, one, other, exact in zip(("result", "dq", "dk", "dv"), ours, eager, truth, strict=True):
-            yield Finding(case, f"{name}: distance to float64, beside eager's", _distance(one, exact), _distance(other, exact))
+            yield Finding(case, f"{name}: distance to float64, beside eager's", distance(one, exact), distance(other, exact))
 
 
 def one_call_against_two(place: Place) -> Iterator[Finding]:
@@ -89,7 +89,3 @@ def _ours_of(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, bias: 
     seen = (bias, past, (None, 0) if bias is None else None)
     out, lse = attention.forward(query, key, value, *seen)
     return [out, *attention.backward(gradient, query, key, value, out, lse, *seen)]
-
-
-def _distance(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-30))

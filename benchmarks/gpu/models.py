@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import Finding, Place
+from benchmarks.gpu.measures import distance
 from benchmarks.ways import WAYS
 from benchmarks.workloads import Decoder
 
@@ -76,7 +77,7 @@ def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float
     """The greatest of all parameters', relative to its gradient; those of which rounding is all are left out."""
     most = max(float(item.norm()) for item in truth.values())
     kept = {name: item for name, item in truth.items() if float(item.norm()) > 1e-3 * most}
-    return max(float((found[name] - item).norm() / item.norm()) for name, item in kept.items())
+    return max(distance(found[name], item) for name, item in kept.items())
 
 
 def _waits(place: Place, work: Callable[[], object]) -> int:

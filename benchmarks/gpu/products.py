@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu import Finding, Place
-from benchmarks.gpu.timing import seconds
+from benchmarks.gpu.measures import distance, seconds
 from streamfx.runtime import sums
 
 REAL = (
@@ -38,8 +38,4 @@ def accumulation(place: Place) -> Iterator[Finding]:
         few = slice(0, 64)
         truth = 1 + left[few].double() @ right.double()
         plain = 1 + left[few].float() @ right.float()
-        yield Finding(case, "distance to float64", _distance(total[few], truth), _distance(plain, truth))
-
-
-def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+        yield Finding(case, "distance to float64", distance(total[few], truth), distance(plain, truth))

@@ -80,7 +80,7 @@ class Canonicalize:
 
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
-        opaque.note_layouts(joint.graph)
+        opaque.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
         number_random_operators(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from streamfx.ir.joint import int_argument
 from streamfx.ir.writer import GraphWriter
 
 Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
@@ -41,6 +42,16 @@ def results_of_another(node: fx.Node, other: fx.Node, writer: GraphWriter) -> di
     """For each result of an operator that is taken out of it: the same result of another one."""
     count = len(other.meta["val"])
     return {part: writer.call(operator.getitem, other, part.args[1]) for part in node.users if part.args[1] < count}  # type: ignore[operator]
+
+
+def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
+    """The nodes that take each result out of an operator with several, by position; None where anything else uses it."""
+    parts: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return None
+        parts.setdefault(int_argument(user, 1), []).append(user)
+    return parts
 
 
 def equation(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Equals]], Equation]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.canonicalization.equation import equation, results_in_use
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
@@ -37,9 +37,9 @@ def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[f
 
     Without dropout, softcap and slopes; as many keys as rows, where not all are seen. A window becomes a mask.
     """
-    arguments, parts = bound_arguments(node), _parts(node)
-    backwards = _backwards(arguments, parts)
-    if backwards is None or not _is_plain(node, arguments):
+    arguments, parts = bound_arguments(node), results_in_use(node)
+    backwards = None if parts is None else _backwards(arguments, parts)
+    if parts is None or backwards is None or not _is_plain(arguments):
         return None
     heads = [_turned(arguments[name], writer) for name in ("q", "k", "v")]
     options = _options(arguments, writer)
@@ -51,13 +51,13 @@ def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[f
         writer.before(other)
         gradient = _turned(other.kwargs["dout"], writer)
         made = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
-        for position, users in _parts(other).items():
+        for position, users in (results_in_use(other) or {}).items():
             turned = _turned(writer.call(operator.getitem, made, position - 1), writer)
             found |= dict.fromkeys(users, turned)
     return found
 
 
-def _is_plain(node: fx.Node, arguments: Mapping[str, Any]) -> bool:
+def _is_plain(arguments: Mapping[str, Any]) -> bool:
     rows, keys = (shape_of_node(arguments[name])[1] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
     return (
@@ -85,15 +85,9 @@ def _is_backward_of(node: fx.Node, forward: Mapping[str, Any], parts: Mapping[in
         return False
     same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW))
     linked = own["out"] in parts.get(OUT, ()) and own["softmax_lse"] in parts.get(LSE, ())
-    return same and linked and own["rng_state"] in (None, *parts.get(STATE, ())) and set(_parts(node)) <= {1, 2, 3}
-
-
-def _parts(node: fx.Node) -> dict[int, list[fx.Node]]:
-    """The results in use, by position."""
-    parts: dict[int, list[fx.Node]] = {}
-    for user in node.users:
-        parts.setdefault(int_argument(user, 1), []).append(user)
-    return parts
+    results = results_in_use(node)
+    is_known = own["rng_state"] in (None, *parts.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
+    return same and linked and is_known
 
 
 def _options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:

@@ -5,15 +5,14 @@ Both halves change together, or neither: the log-sum-exp of one kernel is no use
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.canonicalization.equation import equation, results_of_another
+from streamfx.passes.canonicalization.equation import equation, results_in_use, results_of_another
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 
 aten = torch.ops.aten
@@ -46,7 +45,7 @@ def attention_of_a_device(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
 
 def _backwards(node: fx.Node) -> list[fx.Node] | None:
     """The backward calls of a forward call; None where its results go anywhere else, or it cannot be replaced."""
-    arguments, parts = _arguments(node), _parts(node)
+    arguments, parts = _arguments(node), results_in_use(node)
     if parts is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
     inner = {user for position, group in parts.items() if position != 0 for part in group for user in part.users}
@@ -63,7 +62,7 @@ def _is_aligned_at_end(node: fx.Node) -> bool:
 
 
 def _is_backward_of(node: fx.Node, forward: fx.Node, parts: dict[int, list[fx.Node]]) -> bool:
-    own, given, results = _arguments(node), _arguments(forward), _parts(node)
+    own, given, results = _arguments(node), _arguments(forward), results_in_use(node)
     same = all(own.get(name) == given.get(name) for name in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
     linked = own["out"] in parts.get(0, ()) and own["logsumexp"] in parts.get(1, ())
     return same and linked and own["dropout_p"] == 0.0 and results is not None and set(results) <= set(GRADIENTS)
@@ -71,16 +70,6 @@ def _is_backward_of(node: fx.Node, forward: fx.Node, parts: dict[int, list[fx.No
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     return {NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
-
-
-def _parts(node: fx.Node) -> dict[int, list[fx.Node]] | None:
-    """The results in use, by position."""
-    parts: dict[int, list[fx.Node]] = {}
-    for user in node.users:
-        if user.target is not operator.getitem:
-            return None
-        parts.setdefault(int_argument(user, 1), []).append(user)
-    return parts
 
 
 def _called(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:

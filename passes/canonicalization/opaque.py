@@ -48,8 +48,10 @@ SHOWS_MEMORY = frozenset(
 )
 
 
-def note_layouts(graph: fx.Graph) -> None:
-    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten."""
+def note_layouts(graph: fx.Graph, count: int) -> None:
+    """Note of each opaque operator, and of what is returned, how operands lie in memory, before anything is rewritten; so many
+    of the results are the caller's.
+    """
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
@@ -60,11 +62,13 @@ def note_layouts(graph: fx.Graph) -> None:
             node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
     output = graph.output_node()
     results: Any = output.args[0]
-    output.meta[LAYOUTS] = tuple(_strides(item) for item in results)
+    output.meta[PLACES] = tuple(_place(item, results[:count]) for item in results)
+    output.meta[LAYOUTS] = tuple(
+        _strides(item) if place is None else None for item, place in zip(results, output.meta[PLACES], strict=True)
+    )
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
-    output.meta[PLACES] = tuple(_place(item, results) for item in results)
 
 
 def _place(item: Any, results: Sequence[Any]) -> tuple[int | str, Size, tuple[Size, ...]] | None:

@@ -111,8 +111,7 @@ class _Rewriter:
                 outer.emit(node)
 
     def chunk_size(self, stage: Stage) -> ChunkSize:
-        size: ChunkSize = self.facts.plan.chunk_sizes[self.stages.index(stage)]
-        return size
+        return self.facts.plan.chunk_sizes[self.stages.index(stage)]
 
     def _add_inputs(self, outer: OuterBuilder) -> None:
         for node in self.joint.primals:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 from torch import fx
 
@@ -36,7 +37,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     """For each stage the rows asked for; if that is left open, what they follow from."""
     granule = known(facts.axes.sequence).granule
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
-    rates, held, cuts = rates_of(device_of(facts.joint.graph)), held_bytes(facts), len(facts.stages)
+    rates, held, cuts = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
     enough = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
@@ -80,10 +81,15 @@ def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
     return math.ceil(overhead / (OVERHEAD * row)) if row else 0
 
 
-def held_bytes(facts: Facts) -> int:
-    """Bytes that a step holds whatever its chunks are, beside the values at cuts."""
-    gradients = (node for node in facts.joint.gradients if isinstance(node, fx.Node))
-    return sum(bytes_like(node.meta.get("val")) for node in (*facts.joint.sources, *gradients))
+def model_bytes(facts: Facts) -> int:
+    """Bytes that a step holds whatever its chunks are, beside the values at cuts: what it is given, and gradients."""
+    given = sum(bytes_like(node.meta.get("val")) for node in facts.joint.sources)
+    return given + gradient_bytes(facts.joint.gradients)
+
+
+def gradient_bytes(gradients: Iterable[Any]) -> int:
+    """Bytes of those gradients that are asked for."""
+    return sum(bytes_like(node.meta.get("val")) for node in gradients if isinstance(node, fx.Node))
 
 
 def _flops(nodes: Iterable[fx.Node]) -> int:

@@ -7,7 +7,7 @@ between boundaries run again. Each candidate is rewritten and its schedule is si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
-from streamfx.passes.partition.chunk_sizes import tokens
+from streamfx.passes.partition.chunk_sizes import gradient_bytes, tokens
 from streamfx.passes.partition.plan import Plan
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
@@ -64,11 +64,6 @@ class Fit:
 def held_bytes(forward: fx.GraphModule) -> int:
     """Bytes of parameters and inputs."""
     return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
-
-
-def gradient_bytes(gradients: Iterable[Any]) -> int:
-    """Bytes of those gradients that are asked for."""
-    return sum(bytes_like(node.meta.get("val")) for node in gradients if isinstance(node, fx.Node))
 
 
 def kept_bytes(facts: Facts) -> int:

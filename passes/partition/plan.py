@@ -14,7 +14,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan
 from streamfx.options import Options
-from streamfx.passes.partition.chunk_sizes import chunk_sizes, held_bytes
+from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.saving import kept_values
 
 SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
@@ -87,7 +87,7 @@ class Plan:
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
     """Whether values take little memory beside the model and its gradients."""
     has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
-    return has_gradients and sum(bytes_like(node.meta["val"]) for nodes in kept for node in nodes) <= SMALL * held_bytes(facts)
+    return has_gradients and sum(bytes_like(node.meta["val"]) for nodes in kept for node in nodes) <= SMALL * model_bytes(facts)
 
 
 def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:

@@ -13,9 +13,7 @@ def laid_out(value: Any, *strides: int) -> Any:
     """The value with these strides, copied where it has others; dimensions of size one may have any."""
     if not isinstance(value, Tensor) or _has(value, strides):
         return value
-    once = value
-    for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
-        once = once.narrow(dim, 0, 1)
+    once = _without_repeats(value, strides)
     if _overlap(once.shape, strides):  # what lies in one place has one value there: no such copy can be filled
         return value
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
@@ -27,15 +25,20 @@ def placed(value: Tensor, base: Tensor, offset: int, *strides: int) -> Tensor:
     AOTAutograd reads where a result lies, and looks there into the value that it was part of.
     """
     begins = base.storage_offset() + offset
-    once = value
-    for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
-        once = once.narrow(dim, 0, min(1, once.shape[dim]))
+    once = _without_repeats(value, strides)
     if (_has(value, strides) and value.storage_offset() == begins) or _overlap(once.shape, strides):
         return value
     reach = sum((size - 1) * stride for size, stride in zip(once.shape, strides, strict=True)) + 1 if once.numel() else 0
     memory = torch.empty(begins + reach, dtype=value.dtype, device=value.device).untyped_storage()
     made = torch.empty(0, dtype=value.dtype, device=value.device).set_(memory, begins, once.shape, strides)
     return made.copy_(once).expand(value.shape) if once.shape != value.shape else made.copy_(once)
+
+
+def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """One of the rows that all lie in one place."""
+    for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
+        value = value.narrow(dim, 0, min(1, value.shape[dim]))
+    return value
 
 
 def _has(value: Tensor, strides: Sequence[int]) -> bool:

@@ -74,7 +74,7 @@ def backward(
 
 def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
     """Whether queries at the end of their keys take one call."""
-    return _kernels(query).aligns_last(query, *_of_one_kind(query, key, value), scale)
+    return _kernels(query).aligns_last(query, key, value, scale)
 
 
 def _kernels(query: Tensor) -> Kernels:

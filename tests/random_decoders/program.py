@@ -188,7 +188,13 @@ def _result(w: Writer) -> str:
             if f"self.{name}" in "".join(lines):
                 w.parameter(name, *([decoder.width] * rank or [1]))
     if decoder.outputs == "views":
-        return "loss, x, x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :].transpose(0, 1), x.flatten(0, 1)"
+        views = (
+            "x[:, x.shape[1] // 2 :]",
+            "x[..., x.shape[1] // 9 :].transpose(0, 1)",
+            "x.flatten(0, 1)",
+            "labels[:, labels.shape[1] // 2 :]",
+        )
+        return ", ".join(("loss", "x", *views))
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 

@@ -1,9 +1,11 @@
-"""Seconds of short work on a device."""
+"""What is measured: seconds of short work on a device, and how far numbers are off."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+from torch import Tensor
 
 from benchmarks.gpu import Place
 
@@ -21,3 +23,8 @@ def seconds(place: Place, work: Callable[[], object]) -> float:
         place.wait()
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    """The norm of the difference, of the truth's."""
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-30))
