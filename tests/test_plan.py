@@ -14,7 +14,7 @@ import streamfx
 from streamfx.cli import main
 from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
 from streamfx.planner.predict import Prediction
-from streamfx.planner.search import longest
+from streamfx.planner.search import FIRST_LENGTH, LENGTH, largest
 from tests.support.small import Causal
 from tests.support.spread import only
 
@@ -136,7 +136,7 @@ def test_any_model_on_the_meta_device() -> None:
 
 def prediction(length: int, peak: int) -> Prediction:
     terms = {"parameters": 1000, "stage inputs": peak - 1000}
-    return Prediction(length, 1, peak, terms, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
+    return Prediction(length, 1, peak, terms, 0, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
 
 
 def test_the_longest_length_was_traced_and_fits() -> None:
@@ -147,12 +147,12 @@ def test_the_longest_length_was_traced_and_fits() -> None:
         peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
         return prediction(length, peak)
 
-    best = longest(predict, 400_000, {"keep_every": 1})
+    best = largest(predict, 400_000, {"keep_every": 1}, FIRST_LENGTH, LENGTH)
     assert best is not None
     assert (best.length, 1) in traced
     assert 97_000 < best.length < 100_000
     assert len(traced) < 6
-    longest(predict, 400_000, {})
+    largest(predict, 400_000, {}, FIRST_LENGTH, LENGTH)
     assert traced[-1][1] == 3
 
 
@@ -163,7 +163,7 @@ def test_a_first_length_that_fits_only_with_fewer_boundaries(first: int) -> None
     def predict(length: int, options: Any) -> Prediction:
         return prediction(length, 1000 + 3 * length // (2 if options["keep_every"] > 1 else 1))
 
-    best = longest(predict, 400_000, {}, first)
+    best = largest(predict, 400_000, {}, first, LENGTH)
     assert best is not None and 260_000 < best.length <= 266_000
 
 
@@ -182,7 +182,7 @@ def test_an_objective_has_a_reference() -> None:
 
 
 def test_no_length_may_fit() -> None:
-    assert longest(lambda length, options: prediction(length, 10**9), 1000, {}) is None
+    assert largest(lambda length, options: prediction(length, 10**9), 1000, {}, FIRST_LENGTH, LENGTH) is None
 
 
 @pytest.mark.long

@@ -10,7 +10,9 @@ from streamfx.options import SAVE_LEVELS
 from streamfx.planner.devices import PUBLISHED
 from streamfx.planner.models import TYPES, builtin_names
 from streamfx.planner.objectives import OBJECTIVES
+from streamfx.planner.optimizers import STATES
 from streamfx.planner.plan import plan
+from streamfx.planner.quantized import SCHEMES
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -27,14 +29,20 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
     parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
+    parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
+    parser.add_argument("--optimizer", choices=STATES, default="none", help="whose state is counted (default: %(default)s)")
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="devices that share this state (default: %(default)s)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
     parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
+    parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
     parser.add_argument("--save", choices=SAVE_LEVELS, help="the option save, in place of the plan's choice")
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
     parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
-    parser.add_argument("--device", default="H100", help=f"whose rates to tell time by: {', '.join(PUBLISHED)}, or here")
+    parser.add_argument(
+        "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(PUBLISHED)}, or here"
+    )
     parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
@@ -51,7 +59,11 @@ def run(arguments: argparse.Namespace) -> str:
         memory=arguments.memory,
         dtype=arguments.dtype,
         lora_rank=arguments.lora_rank,
+        quantize=arguments.quantize,
+        optimizer=arguments.optimizer,
+        shards=arguments.shards,
         max_length=arguments.max_length,
+        max_batch=arguments.max_batch,
         objective=arguments.objective,
         group=arguments.group,
         device=arguments.device,

@@ -29,6 +29,7 @@ class LoopCost:
     flops: int
     rows: int
     moved: int = 0
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Cost:
     of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
     half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
     backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
-    calls in eager.
+    calls in eager. launches: operators that are no views.
     """
 
     forward_peak: int
@@ -56,6 +57,7 @@ class Cost:
     layer_flops: int = 0
     layer_attention: int = 0
     gradients: int = 0
+    launches: int = 0
 
     @property
     def peak(self) -> int:
@@ -102,6 +104,7 @@ def cost_of(
                 forward_terms=_nonzero(forward_terms),
                 backward_terms=_nonzero(meter.peak_terms),
                 attention_flops=meter.attention_flops,
+                launches=meter.launches,
             )
         del outputs, gradients, inputs
     return cost
@@ -134,6 +137,7 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
             attention_flops=meter.attention_flops,
             layer_flops=meter.watched_flops,
             layer_attention=meter.watched_attention,
+            launches=meter.launches,
         )
 
 
@@ -198,4 +202,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
-    return {name: LoopCost(loop.flops, loop.rows, loop.moved) for name, loop in loops.items()}
+    return {name: LoopCost(loop.work.flops, loop.rows, loop.work.moved, loop.work.launches) for name, loop in loops.items()}

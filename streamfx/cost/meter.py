@@ -6,18 +6,20 @@ freed by the very same code.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.terms import STAGE_INPUTS
+from streamfx.cost.workspaces import allocated, workspace_of
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, tree_iter
 
@@ -30,20 +32,35 @@ class Rise:
     terms: dict[str, int] = field(default_factory=dict)
 
 
+class Work(NamedTuple):
+    """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched."""
+
+    flops: int = 0
+    moved: int = 0
+    attention_flops: int = 0
+    launches: int = 0
+
+    def plus(self, other: Work) -> Work:
+        return Work(*map(operator.add, self, other))
+
+    def minus(self, other: Work) -> Work:
+        return Work(*map(operator.sub, self, other))
+
+
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
     `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
     of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
-    bytes that operators without FLOPs read and write. Bytes are counted under the name that `term` has when they are made;
-    `peak_terms` are those of the peak.
+    bytes that operators without FLOPs read and write; `launches` are the operators that are no views. Bytes are counted under the
+    name that `term` has when they are made; `peak_terms` are those of the peak.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.attention_flops = self.masked_flops = self.moved = 0
+        self.live = self.peak = self.flops = self.attention_flops = self.masked_flops = self.moved = self.launches = 0
         self.watched_flops = self.watched_attention = 0
         self.term = "other"
         self.live_terms: Counter[str] = Counter()
@@ -61,6 +78,8 @@ class Meter(TorchDispatchMode):
         self._count(func, args, kwargs, out)
         if func is not to_host:  # what waits on the host is not in the device's memory
             self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term)
+        if workspace := workspace_of(func, args, kwargs):
+            self.reached(Rise(workspace, {self.term: workspace}))
         return out
 
     def restart_peak(self) -> int:
@@ -88,6 +107,15 @@ class Meter(TorchDispatchMode):
         if before[0] >= self.peak:
             self.peak, self.peak_terms = before
 
+    @property
+    def work(self) -> Work:
+        """What has been computed so far."""
+        return Work(self.flops, self.moved, self.attention_flops, self.launches)
+
+    @work.setter
+    def work(self, work: Work) -> None:
+        self.flops, self.moved, self.attention_flops, self.launches = work
+
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose FLOPs are counted in `watched_flops` as well, and those of attention in `watched_attention`."""
 
@@ -108,20 +136,22 @@ class Meter(TorchDispatchMode):
             func, args = args[inner], args[inner + 1 :]
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
-        if not flops and not getattr(func, "is_view", False):
+        is_view = getattr(func, "is_view", False)
+        self.launches += not is_view
+        if not flops and not is_view:
             self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
         if is_fused_attention(func):
             self.attention_flops += flops
             self.masked_flops += 0 if arguments_by_name(func, args, kwargs).get("is_causal") else flops
 
     def _note_new(self, out: Any, arguments: Any, term: str) -> None:
-        made = {key: storage for key, storage in _storages(out) if key not in self._sizes}
+        made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
         if not made:
             return
-        before = {key for key, _ in _storages(arguments)}
-        for key, storage in made.items():
+        before = {key for key, *_ in _storages(arguments)}
+        for key, (storage, device) in made.items():
             if key not in before:
-                size = storage.nbytes()
+                size = allocated(storage.nbytes(), device)
                 self._sizes[key] = size, term
                 self.live += size
                 self.live_terms[term] += size
@@ -135,8 +165,9 @@ class Meter(TorchDispatchMode):
         self.live_terms[term] -= size
 
 
-def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:
+    """With the device that a tensor says it is on, which that of a fake one's storage is not."""
     for value in tree_iter(values):
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            yield storage._cdata, storage
+            yield storage._cdata, storage, value.device

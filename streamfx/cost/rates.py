@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from streamfx.runtime.device_kinds import kind_of
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -28,4 +30,4 @@ CUDA = Rates(flops=5e14, bandwidth=2e12, launch=5e-6, tokens=2048)  # of 16-bit 
 
 
 def rates_of(device: torch.device) -> Rates:
-    return CPU if device.type == "cpu" else CUDA
+    return CPU if kind_of(device).type == "cpu" else CUDA

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.cost.meter import Meter, Rise
+from streamfx.cost.meter import Meter, Rise, Work
 from streamfx.cost.terms import LoopTerms
 from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
 from streamfx.ir.span import Span
@@ -30,9 +30,7 @@ class LoopRun:
     """What a run of a loop has cost: how far memory rose, and the work of all chunks."""
 
     rise: Rise
-    flops: int
-    moved: int
-    attention_flops: int
+    work: Work
 
 
 class SampledLoop(Loop):
@@ -44,9 +42,9 @@ class SampledLoop(Loop):
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
-        self.flops = self.moved = self.rows = 0
+        self.work, self.rows = Work(), 0
         self._stretches: list[range] = []
-        self._costs: dict[int, tuple[int, int, int]] = {}
+        self._costs: dict[int, Work] = {}
         self._upcoming: Iterator[int] = iter(())
         self._is_known = False
         self._upcoming_terms: Iterator[str] = iter(())
@@ -72,32 +70,25 @@ class SampledLoop(Loop):
             self.meter.reached(self.known[key].rise)
             results = super().forward(*arguments)
         else:
-            before = self._work()
+            before = self.meter.work
             with self.meter.rising() as rise:
                 results = super().forward(*arguments)
-            self.meter.flops, self.meter.moved, self.meter.attention_flops = before
-            self.known[key] = LoopRun(rise, self._all(0), self._all(1), self._all(2))
-        run = self.known[key]
-        self.meter.flops += run.flops
-        self.meter.moved += run.moved
-        self.meter.attention_flops += run.attention_flops
-        self.flops, self.moved = self.flops + run.flops, self.moved + run.moved
+            self.meter.work = before
+            self.known[key] = LoopRun(rise, self._work_of_all())
+        work = self.known[key].work
+        self.meter.work, self.work = self.meter.work.plus(work), self.work.plus(work)
         return results
 
-    def _all(self, kind: int) -> int:
-        costs = {position: cost[kind] for position, cost in self._costs.items()}
-        return sum(total(stretch, costs) for stretch in self._stretches)
+    def _work_of_all(self) -> Work:
+        kinds = ({position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields)))
+        return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in kinds))
 
     def _metered(self, *feeds: Any) -> Sequence[Any]:
-        before = self._work()
+        before = self.meter.work
         with self._named(self.terms.chunk):
             made: Sequence[Any] = self.spec.body(*feeds)
-        flops, moved, attention = (now - then for now, then in zip(self._work(), before, strict=True))
-        self._costs[next(self._upcoming)] = flops, moved, attention
+        self._costs[next(self._upcoming)] = self.meter.work.minus(before)
         return made
-
-    def _work(self) -> tuple[int, int, int]:
-        return self.meter.flops, self.meter.moved, self.meter.attention_flops
 
     # -- terms
 

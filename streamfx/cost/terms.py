@@ -12,7 +12,7 @@ from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
 from streamfx.ir.span import Span
 from streamfx.runtime.loop import Loop
 
-PARAMETERS, INPUTS = "parameters", "inputs"
+PARAMETERS, INPUTS, OPTIMIZER = "parameters", "inputs", "optimizer"
 GRADIENTS = "gradients"
 STAGE_INPUTS = "stage inputs"
 STREAM_GRADIENT = "gradient of the stream"

@@ -1,4 +1,4 @@
-"""How fast a device is: published rates, or measured ones."""
+"""How fast a device is, by published rates or measured ones, and which kernels it has."""
 
 from __future__ import annotations
 
@@ -8,31 +8,38 @@ from dataclasses import dataclass
 import torch
 
 from streamfx.errors import PlanError
+from streamfx.runtime.device_kinds import DeviceKind, kind_of
 
 EFFICIENCY = 0.6  # of the published rates, what training reaches
 
 
 @dataclass(frozen=True)
 class Device:
-    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice."""
+    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run."""
 
     name: str
     flops: float
     bandwidth: float
+    kind: DeviceKind
 
-    def seconds(self, flops: int, moved: int) -> float:
-        """Time of work that computes so many FLOPs and, in operators that compute none, moves so many bytes."""
-        return flops / self.flops + moved / self.bandwidth
+    def seconds(self, flops: int, moved: int, launches: int = 0) -> float:
+        """Time of work that computes so many FLOPs and, in operators that compute none, moves so many bytes.
+
+        The host launches operators meanwhile, and is waited for where that takes longer.
+        """
+        waits = launches * LAUNCH if self.kind.type == "cuda" else 0
+        return max(flops / self.flops + moved / self.bandwidth, waits)
 
 
-PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s
-    "A100": (312e12, 2.039e12),
-    "H100": (989e12, 3.35e12),
-    "H200": (989e12, 4.8e12),
-    "B200": (2250e12, 8.0e12),
-    "L40S": (362e12, 0.864e12),
-    "RTX4090": (165e12, 1.008e12),
-    "MI300X": (1307e12, 5.3e12),
+LAUNCH = 5e-6  # seconds of the host per operator
+PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
+    "A100": (312e12, 2.039e12, (8, 0)),
+    "H100": (989e12, 3.35e12, (9, 0)),
+    "H200": (989e12, 4.8e12, (9, 0)),
+    "B200": (2250e12, 8.0e12, (10, 0)),
+    "L40S": (362e12, 0.864e12, (8, 9)),
+    "RTX4090": (165e12, 1.008e12, (8, 9)),
+    "MI300X": (1307e12, 5.3e12, (9, 4)),
 }
 
 
@@ -43,18 +50,24 @@ def device_called(name: str) -> Device:
     known = {key.lower(): key for key in PUBLISHED}
     if str(name).lower() not in known:
         raise PlanError(f"there are no rates of a device {name!r}", do=f"give one of {', '.join(PUBLISHED)}, or here")
-    flops, bandwidth = PUBLISHED[known[name.lower()]]
-    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth)
+    flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
+    kind = DeviceKind("cuda", capability, has_flash=True)
+    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind)
+
+
+def here() -> torch.device:
+    """The device of this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measured() -> Device:
     """The device of this machine, by one product and one copy."""
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = here()
     size, dtype = (8192, torch.bfloat16) if place.type == "cuda" else (1024, torch.float32)
     left, right = torch.ones(size, size, device=place, dtype=dtype), torch.ones(size, size, device=place, dtype=dtype)
     product = _seconds(lambda: torch.mm(left, right), place)
     copy = _seconds(lambda: torch.add(left, 1), place)
-    return Device(f"this {place.type}", 2 * size**3 / product, 2 * left.nbytes / copy)
+    return Device(f"this {place.type}", 2 * size**3 / product, 2 * left.nbytes / copy, kind_of(place))
 
 
 def _seconds(work: object, place: torch.device) -> float:

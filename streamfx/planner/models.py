@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.errors import PlanError, told
+from streamfx.planner.quantized import quantized
 from streamfx.torch_private import FakeTensor
 
 FOLDER = Path(__file__).parent / "configurations"
@@ -66,13 +67,14 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
         raise PlanError(asked, found=told(error), do="check its model_type and its sizes") from None
 
 
-def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
-    """The model of a configuration on the meta device, with or without adapters; a model as it is."""
+def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
+    """The model of a configuration on the meta device, quantized or not, with or without adapters; a model as it is."""
     model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
     if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
         raise PlanError(
             "a model is planned on the meta device", found="parameters with data", do="make it under torch.device('meta')"
         )
+    model = model if quantize is None else quantized(model, quantize)
     return model if lora_rank is None else with_adapters(model, lora_rank)
 
 
@@ -98,7 +100,8 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        weight = base.weight
+        like: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
         self.base = base
         self.down = nn.Linear(base.in_features, rank, **like)
         self.up = nn.Linear(rank, base.out_features, **like)

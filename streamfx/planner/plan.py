@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamfx.budget import bytes_of, is_budget
 from streamfx.errors import OverBudget, PlanError
 from streamfx.options import checked
-from streamfx.planner.devices import device_called
+from streamfx.planner.devices import device_called, here
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import objective_called
+from streamfx.planner.optimizers import state_bytes
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
-from streamfx.planner.search import FIRST_LENGTH, longest
+from streamfx.planner.search import FIRST_LENGTH, LENGTH, Sought, largest
+from streamfx.runtime.device_kinds import supposed
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
@@ -30,7 +31,11 @@ def plan(
     memory: int | float | str | None = None,
     dtype: str = "bfloat16",
     lora_rank: int | None = None,
+    quantize: str | None = None,
+    optimizer: str = "none",
+    shards: int = 1,
     max_length: bool = False,
+    max_batch: bool = False,
     device: str = "H100",
     baselines: bool = True,
     objective: str = "sft",
@@ -38,35 +43,52 @@ def plan(
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PlanReport:
-    """Predict a training step: peak memory by term, FLOPs, time, and the longest length that fits into `memory`.
+    """Predict a training step: peak memory by term, FLOPs, time, and the longest length or largest batch that fits into `memory`.
 
     `model` is a Hugging Face configuration (an object, a mapping, a folder, a JSON file, or the name of one that is shipped)
     or a model on the meta device, which is called with `inputs(batch, length)` and returns its loss, or logits of the labels
     among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
-    and a reference model; "grpo", `batch` groups of `group` answers and a reference model. The optimizer's state is not counted.
-    Nothing is computed.
+    and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
+    its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
+    "sgd", "none") is counted, shared out among `shards` devices. Nothing is computed.
     """
     _check(dtype, memory, inputs)
-    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(1 if lora_rank is None else lora_rank, 1))
+    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), shards=(shards, 1))
+    _check_search(memory, max_length, max_batch)
     given = checked(options, "streamfx.plan(options=...)")
     wanted, rates = objective_called(objective, group), device_called(device)
-    made = wanted.step(built(model, dtype, lora_rank))
+    made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    budget = None if memory is None else bytes_of(memory, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    state = state_bytes(made, optimizer, shards)
 
-    def at(length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
+    def at(batch: int, length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
         taken = wanted.inputs(wanted.sequences * batch, length) if inputs is None else inputs(batch, length)
-        return predict(made, taken, length, given, with_baselines)
+        with supposed(rates.kind):
+            return predict(made, taken, length, given, with_baselines, state)
 
-    if not max_length:
-        given = given if budget is None else {**given, "memory_budget": budget}
-        return PlanReport(name, at(seq, given, baselines), rates, budget)
-    if budget is None:
-        raise PlanError("the longest length is asked for, but not within which memory", do="give memory='80GiB'")
-    best = longest(at, budget, given, max(seq, FIRST_LENGTH))
+    if memory is None:
+        return PlanReport(name, at(batch, seq, given, baselines), rates)
+    budget = bytes_of(memory, here())
+    if not max_length and not max_batch:
+        left = max(budget - state, 1)
+        return PlanReport(name, at(batch, seq, {**given, "memory_budget": left}, baselines), rates, budget)
+    if max_batch:
+        sought = Sought(lambda found: found.batch // wanted.sequences, 1)
+        best = largest(lambda size, given: at(size, seq, given), budget, given, batch, sought)
+    else:
+        best = largest(lambda size, given: at(batch, size, given), budget, given, max(seq, FIRST_LENGTH), LENGTH)
     if best is None:
-        raise OverBudget(f"no length fits into {memory}", do="give more memory, or a smaller model")
-    return PlanReport(name, best, rates, budget, best.length)
+        raise OverBudget(f"no {'batch' if max_batch else 'length'} fits into {memory}", do="give more memory, or a smaller model")
+    found = sought.size(best) if max_batch else None
+    return PlanReport(name, best, rates, budget, None if max_batch else best.length, found)
+
+
+def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
+    if max_length and max_batch:
+        raise PlanError("the longest length and the largest batch are asked for at once", do="give one of them")
+    if (max_length or max_batch) and memory is None:
+        what = "longest length" if max_length else "largest batch"
+        raise PlanError(f"the {what} is asked for, but not within which memory", do="give memory='80GiB'")
 
 
 def _check(dtype: Any, memory: Any, inputs: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamfx.cost.memory import Cost
-from streamfx.cost.terms import INPUTS, OTHER, PARAMETERS
+from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
 from streamfx.planner.models import loss_of
@@ -25,6 +25,7 @@ class Way:
     flops: int
     moved: int
     attention_flops: int
+    launches: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Prediction:
     flops: int
     attention_flops: int
     moved: int
+    launches: int
     stages: list[dict[str, Any]]
     choices: list[dict[str, Any]]
     budget: int | None
@@ -56,14 +58,15 @@ def predict(
     length: int,
     options: Mapping[str, Any],
     baselines: bool = False,
+    state: int = 0,
 ) -> Prediction:
-    """Trace a step of a model on the meta device, as compiled with `options`."""
+    """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes."""
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines))
     own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
-    held = own + given
+    held = own + given + state
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
-    terms = {PARAMETERS: own, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
+    terms = {PARAMETERS: own, OPTIMIZER: state, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
     fittings = [one.fitting for one in facts if one.fitting is not None]
@@ -78,6 +81,7 @@ def predict(
         flops=int(summary["flops"]),
         attention_flops=sum(cost.attention_flops for cost in costs),
         moved=sum(cost.moved for cost in costs),
+        launches=sum(cost.launches for cost in costs),
         stages=list(summary["stages"]),
         choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
         budget=next((fitting.budget for fitting in fittings), None),
@@ -94,7 +98,7 @@ def held_by(model: nn.Module) -> int:
 
 
 def _way(cost: Cost, held: int) -> Way:
-    return Way(held + cost.peak, cost.flops, cost.moved, cost.attention_flops)
+    return Way(held + cost.peak, cost.flops, cost.moved, cost.attention_flops, cost.launches)
 
 
 def _layers_twice(eager: Cost) -> tuple[int, int] | None:

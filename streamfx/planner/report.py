@@ -8,11 +8,14 @@ from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
+from streamfx.cost.terms import OPTIMIZER
 from streamfx.planner.devices import Device
 from streamfx.planner.predict import Prediction, Way
 from streamfx.report.text import in_flops, joint_name, unnumbered
 
 KINDS = {"linear": "products", "attention": "attention"}
+ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
+ASSUMED_HERE = "rates of one product and one copy; nothing but products and attention fused"
 LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
@@ -28,9 +31,10 @@ class PlanReport:
     device: Device
     memory: int | None = None
     max_length: int | None = None
+    max_batch: int | None = None
 
     def summary(self) -> dict[str, Any]:
-        """All figures, in values that JSON knows; bytes count parameters, inputs and gradients, and no optimizer."""
+        """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state."""
         found = self.prediction
         other = {name: self._way(way) for name, way in found.ways.items()}
         twice = found.layers_twice
@@ -40,19 +44,24 @@ class PlanReport:
             "batch": found.batch,
             "memory": self.memory,
             "max_length": self.max_length,
+            "max_batch": self.max_batch,
             "fits": None if self.memory is None else found.peak_bytes <= self.memory,
             "peak_bytes": found.peak_bytes,
             "peak_by_term": dict(found.peak_by_term),
             "flops": found.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
-            "seconds": self.device.seconds(found.flops, found.moved),
+            "seconds": self.device.seconds(found.flops, found.moved, found.launches),
             "device": self.device.name,
             "ways": other,
             "choices": found.choices,
             "stages": found.stages,
             "stopped": found.stopped,
         }
+
+    def _counted(self) -> str:
+        state = self.prediction.peak_by_term.get(OPTIMIZER)
+        return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
 
     def _counts(self) -> dict[str, tuple[int, int]]:
         """FLOPs, and those of attention, by way."""
@@ -62,7 +71,7 @@ class PlanReport:
         return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
 
     def _way(self, way: Way) -> dict[str, Any]:
-        seconds = self.device.seconds(way.flops, way.moved)
+        seconds = self.device.seconds(way.flops, way.moved, way.launches)
         return {"peak_bytes": way.peak_bytes, "flops": way.flops, "seconds": seconds}
 
     def __str__(self) -> str:
@@ -76,12 +85,15 @@ class PlanReport:
         yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{memory}"
         if self.max_length is not None:
             yield f"  longest  {self.max_length:,} tokens fit"
-        yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, parameters and gradients included, without optimizer:"
+        if self.max_batch is not None:
+            yield f"  largest  a batch of {self.max_batch:,} fits"
+        yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
         for term, size in found.peak_by_term.items():
             yield f"             {in_bytes(size):>10}  {term}"
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield from self._shares(summary["flops_by_kind"])
+        yield f"  time     {ASSUMED if self.device.kind.type == 'cuda' else ASSUMED_HERE}"
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
         yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])

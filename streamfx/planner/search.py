@@ -1,11 +1,13 @@
-"""The longest sequence that fits: guessed from the terms of a few traces, and confirmed by a trace of its own.
+"""The longest sequence or the largest batch that fits: guessed from the terms of a few traces, and confirmed by one of its own.
 
-It runs with the choices that take the least memory: nothing kept but stage inputs, and boundaries as far apart as is best.
+It runs with the choices that take the least memory: nothing kept but stage inputs, and boundaries as far apart as is best. Chunks
+have as many tokens as still keep a device busy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_INPUTS, STATES, STREAM_GRADIENT
@@ -14,17 +16,28 @@ from streamfx.planner.predict import Prediction
 
 FIRST_LENGTH = 16384
 MOST_TRACES = 6
-CLOSE = 0.01  # of the length: with so little to gain the search ends
+CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
-ROUNDING = 256
-LARGE_WORK, SMALL_CHUNK = 0.1, 128  # where a chunk's work takes such a share of the memory, chunks are so short
+BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
+LEAST_ROWS = 8
 GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS)
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
 
-def longest(predict: Predict, budget: int, options: Mapping[str, Any], first: int = FIRST_LENGTH) -> Prediction | None:
-    """The prediction for about the longest length whose peak is within the budget; None where not even short ones are."""
+@dataclass(frozen=True)
+class Sought:
+    """What is made as large as fits: its size in a prediction, and what its sizes are multiples of."""
+
+    size: Callable[[Prediction], int]
+    multiple: int
+
+
+LENGTH = Sought(lambda found: found.length, 256)
+
+
+def largest(predict: Predict, budget: int, options: Mapping[str, Any], first: int, sought: Sought) -> Prediction | None:
+    """The prediction for about the largest size whose peak is within the budget; None where not even small ones are."""
     given = {"save": "inputs", "keep_every": 1, **options}
     found = predict(first, given)
     best, failed = (found, None) if found.peak_bytes <= budget else (None, found)
@@ -33,18 +46,20 @@ def longest(predict: Predict, budget: int, options: Mapping[str, Any], first: in
         given["keep_every"] = fewest_bytes(len(found.stages))
         terms[STAGE_INPUTS] = int(terms.get(STAGE_INPUTS, 0) * kept_share(given["keep_every"], len(found.stages)))
         failed = None  # with more kept
-    if "chunk_size" not in options and terms.get(CHUNK, 0) + terms.get(LOSS, 0) > LARGE_WORK * budget:
-        given.update(chunk_size=SMALL_CHUNK, loss_chunk_size=SMALL_CHUNK)
+    if "chunk_size" not in options:
+        rows = max(LEAST_ROWS, BUSY // found.batch)
+        given.update(chunk_size=rows, loss_chunk_size=rows)
         terms.update({CHUNK: 0, LOSS: 0})
         failed = None
-    length = _guess(found.length, sum(terms.values()), terms, budget)
+    size = _guess(sought.size(found), sum(terms.values()), terms, budget)
     for _ in range(MOST_TRACES - 1):
-        length = _between(length, best, failed)
-        if length < ROUNDING or (best is not None and length <= best.length * (1 + CLOSE) and length - best.length <= first):
+        size = _between(size, best, failed, sought)
+        gain = size if best is None else size - sought.size(best)
+        if size < sought.multiple or (gain <= CLOSE * size and gain <= first):
             break
-        found = predict(length, given)
+        found = predict(size, given)
         best, failed = (found, failed) if found.peak_bytes <= budget else (best, found)
-        length = _guess(found.length, found.peak_bytes, found.peak_by_term, budget)
+        size = _guess(sought.size(found), found.peak_bytes, found.peak_by_term, budget)
     return best
 
 
@@ -58,15 +73,15 @@ def kept_share(every: int, stages: int) -> float:
     return 1 / every + (every - 1) / max(stages, every)
 
 
-def _guess(length: int, peak: int, terms: Mapping[str, int], budget: int) -> int:
-    """Where the peak would reach the budget, by the terms that grow with the length."""
-    growing = sum(terms.get(name, 0) for name in GROWING) / length
-    return int(length + (budget * AIM - peak) / max(growing, 1))
+def _guess(size: int, peak: int, terms: Mapping[str, int], budget: int) -> int:
+    """Where the peak would reach the budget, by the terms that grow with the size."""
+    growing = sum(terms.get(name, 0) for name in GROWING) / size
+    return int(size + (budget * AIM - peak) / max(growing, 1))
 
 
-def _between(length: int, best: Prediction | None, failed: Prediction | None) -> int:
+def _between(size: int, best: Prediction | None, failed: Prediction | None, sought: Sought) -> int:
     """The guess, or the middle where it is not between what is known to fit and what is known not to."""
-    low, high = best.length if best else 0, failed.length if failed else None
-    if high is not None and not low < length < high:
-        length = (low + high) // 2
-    return length // ROUNDING * ROUNDING
+    low, high = sought.size(best) if best else 0, sought.size(failed) if failed else None
+    if high is not None and not low < size < high:
+        size = (low + high) // 2
+    return size // sought.multiple * sought.multiple

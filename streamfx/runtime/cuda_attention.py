@@ -7,13 +7,12 @@ aten/src/ATen/native/transformers/cuda) that says so. `tests/support/cuda_kernel
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.runtime import layouts
+from streamfx.runtime.device_kinds import kind_of
 from streamfx.runtime.plain_attention import Causal, for_all_heads, for_groups
 
 aten = torch.ops.aten
@@ -73,13 +72,11 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
     return width == value_width <= flash_width(query.device)
 
 
-@lru_cache
 def flash_width(device: torch.device) -> int:
     """The widest head that flash attention can be trained with; 0 where it cannot run."""
-    if not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:  # sdp_utils.cpp: check_flash_attention_hardware_support
+    kind = kind_of(device)
+    major, minor = kind.capability
+    if not kind.has_flash or major < 8:  # sdp_utils.cpp: check_flash_attention_hardware_support
         return 0
     is_small = major == 12 or (major == 8 and minor >= 6)  # check_requires_grad_and_head_dim_gt192_constraints
     return 192 if is_small else 256  # flash_api.cpp: mha_fwd

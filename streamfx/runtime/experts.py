@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from streamfx.runtime import sums
+from streamfx.runtime.device_kinds import kind_of
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor group) -> Tensor")
@@ -26,10 +27,8 @@ _library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -
 _library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
 
 ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
-FAST = (
-    9,
-    0,
-)  # of devices: others are given groups one by one, with their sizes on the host (cuda/GroupedBlas.cpp: _grouped_mm_cuda)
+# Capability of devices that take all groups at once: others are given them one by one, with their sizes on the host
+FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +43,7 @@ def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """x [s k], weight [e k n] -> [s n]"""
     rows = x[order]
-    if _has_kernel(rows, weight):
+    if has_kernel(rows, weight):
         made = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
         made = made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1]).unsqueeze(1), 0)
     else:
@@ -57,7 +56,7 @@ def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tenso
 
 def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """x [s k], y [s n] -> [e k n]"""
-    if _has_kernel(x, y):
+    if has_kernel(x, y):
         made = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
         is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return made.masked_fill_(is_empty[:, None, None], 0)
@@ -68,7 +67,7 @@ def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
     """total [e k n] += the same"""
-    if _has_kernel(x, y):
+    if has_kernel(x, y):
         total.add_(arranged_outer(x, y, order, ends))
         return
     x, y = x[order], y[order]
@@ -82,13 +81,14 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def _has_kernel(x: Tensor, other: Tensor) -> bool:
+def has_kernel(x: Tensor, other: Tensor) -> bool:
     """Whether the device multiplies all groups in one call, without being told their sizes on the host."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
+    kind = kind_of(x.device)
+    if kind.type != "cuda" or kind.capability < FAST or x.dtype != torch.bfloat16 or other.dtype != x.dtype:
         return False
     is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
-    return is_dense and aligned and torch.cuda.get_device_capability(x.device) >= FAST
+    return is_dense and aligned
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:

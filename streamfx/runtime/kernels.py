@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime.device_kinds import kind_of
 from streamfx.runtime.plain_attention import Causal
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 
 def _kernels(query: Tensor) -> Kernels:
     """The device's, if they are made for numbers of this type."""
-    made = KERNELS[query.device.type]
+    made = KERNELS[kind_of(query.device).type]
     return made if query.dtype in made.types else PLAIN
 
 

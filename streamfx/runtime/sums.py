@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from streamfx.runtime.cuda_products import ADD_PRODUCT
+from streamfx.runtime.device_kinds import kind_of
 
 aten = torch.ops.aten
 
@@ -19,7 +20,7 @@ def add_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [m n] += left [m k] @ right [k n], in one product and rounded once, to the total's type."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
-    elif left.is_cuda:
+    elif kind_of(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
@@ -29,7 +30,7 @@ def add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [b m n] += left [b m k] @ right [b k n]."""
     if total.dtype == left.dtype:
         torch.baddbmm(total, left, right, out=total)
-    elif left.is_cuda:
+    elif kind_of(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right)
     else:
         torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), out=total)

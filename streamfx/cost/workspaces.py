@@ -1,0 +1,84 @@
+"""Memory that CUDA's kernels take for as long as they run, beside their results, and how its allocator rounds sizes.
+
+Sources under aten/src/ATen/native/transformers/cuda of PyTorch 2.13; of our own operators, what they make before their result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.cost.flops import arguments_by_name
+from streamfx.runtime import experts
+from streamfx.runtime.device_kinds import kind_of
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+GRANULE = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+FLOAT = 4  # bytes
+Arguments = Mapping[str, Any]
+
+
+def allocated(size: int, device: torch.device) -> int:
+    """Bytes that a tensor of a size takes of a device's memory."""
+    return size if kind_of(device).type == "cpu" else -(-size // GRANULE) * GRANULE
+
+
+def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an operator takes beside its operands and results; on a CPU they are not known, and small."""
+    formula = WORKSPACES.get(target) if isinstance(target, OpOverload) else None
+    if formula is None:
+        return 0
+    arguments = arguments_by_name(target, args, kwargs)
+    first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    return 0 if kind_of(first.device).type == "cpu" else formula(arguments)
+
+
+def _flash_backward(arguments: Arguments) -> int:
+    """flash_attn/flash_api.cpp: mha_bwd: softmax_d, dq_accum, dk_expanded and dv_expanded."""
+    batch, heads, rows, width = arguments["query"].shape
+    groups, keys = arguments["key"].shape[1:3]
+    rows, padded = _up(rows, 128), _up(width, 32 if width <= 128 else 64)
+    expanded = 2 * batch * keys * heads * width * arguments["query"].element_size() if groups != heads else 0
+    return batch * heads * rows * (1 + padded) * FLOAT + expanded
+
+
+def _efficient_backward(arguments: Arguments) -> int:
+    """attention_backward.cu: delta; mem_eff_attention/kernel_backward.h: workspace_elements_gq, and _gk and _gv of wide heads."""
+    batch, heads, rows, width = arguments["query"].shape
+    keys, value_width = arguments["value"].shape[2:]
+    elements = rows
+    if arguments["query"].dtype != torch.float32:
+        elements += _up(rows, 64) * _up(width, 64)
+        if max(width, value_width) > 128:  # kOutputInRF
+            elements += _up(keys, 64) * (_up(width, 64) + _up(value_width, 64))
+    return batch * heads * elements * FLOAT
+
+
+def _arranged_product(arguments: Arguments) -> int:
+    """Rows in the order of their groups, and their products before they are put back."""
+    x, weight = arguments["x"], arguments["weight"]
+    return x.nbytes + len(x) * weight.shape[2] * x.element_size()
+
+
+def _added_outer(arguments: Arguments) -> int:
+    """Rows in the order of their groups; the gradient of all groups, where one call makes it."""
+    x, y = arguments["x"], arguments["y"]
+    whole = arguments["total"].numel() * x.element_size() if experts.has_kernel(x, y) else 0
+    return x.nbytes + y.nbytes + whole
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    torch.ops.streamfx.arranged_mm.default: _arranged_product,
+    torch.ops.streamfx.add_arranged_outer.default: _added_outer,
+}
