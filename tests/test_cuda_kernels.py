@@ -159,6 +159,24 @@ def test_a_chunk_takes_one_call(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == [(8, 8), (8, 16), (5, 21), (1, 21)]
 
 
+@pytest.mark.parametrize("causal", [LAST, False])
+@pytest.mark.parametrize(("rows", "keys", "blocks"), [(8, 40, 6), (1, 9, 2), (8, 13, 1), (20, 21, 1)])
+def test_many_keys_take_several_calls(rows: int, keys: int, blocks: int, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where heads share keys, the kernel makes the gradients of all heads before it adds them up."""
+    calls: list[int] = []
+    block = cuda_attention._flash_block
+    monkeypatch.setattr(cuda_attention, "_flash_block", lambda *given: calls.append(given[2].shape[2]) or block(*given))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, size, HEAD, dtype=torch.float64) for heads, size in ((4, rows), (2, keys), (2, keys)))
+    monkeypatch.setattr(cuda_attention, "EXPANDED", 6 * 2 * q[:, :, 0].nbytes)
+    with in_their_place(half=True):
+        found = cuda_attention.forward(q, k, v, None, causal, None)
+        gradient = torch.randn_like(found[0])
+        made = cuda_attention.backward(gradient, q, k, v, *found, None, causal, None)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *found, None, causal, None))
+    assert sum(calls) == keys and len(calls) >= min(blocks, 2) and max(calls) <= max(6, rows) + rows
+
+
 def test_dropout_is_left_to_its_kernel(half: None) -> None:
     def function(x: Tensor) -> Tensor:
         q, k, v = x.unflatten(-1, (3, HEAD)).unbind(2)

@@ -54,7 +54,7 @@ CONTRACTIONS = frozenset(
 )
 
 
-UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack")
+UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack", "streamfx::unpacked")
 
 
 def is_moved_elements(node: fx.Node) -> bool:

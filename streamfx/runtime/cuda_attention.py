@@ -20,6 +20,7 @@ aten = torch.ops.aten
 FLASH_TYPES = {torch.float16, torch.bfloat16}  # flash_api.cpp: mha_fwd
 TYPES = {torch.float32, torch.float16, torch.bfloat16}  # gemm_kernel_utils.h: DISPATCH_TYPES
 BIAS_ALIGNMENT = 16  # elements: attention.cpp: pad_bias
+EXPANDED = 1 << 30  # bytes: so much may the gradients of keys and values take, for all query heads that share them
 LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads so many at once
 
 
@@ -103,12 +104,53 @@ def _flash_backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed, offset = (torch.zeros(size, dtype=torch.uint64, device=query.device) for size in ((2,), ()))  # of no dropout
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
+    blocks = _blocks_of_keys(query, key, causal)
+    if len(blocks) == 1:
+        return _flash_block(gradient, query, key, value, out, lse, causal, scale)
+    dq = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+    dk, dv = torch.empty_like(key), torch.empty_like(value)
+    for start, end in blocks:
+        is_last = causal and end == key.shape[2]
+        keys, values = key[:, :, start:end], value[:, :, start:end]
+        parts = _flash_block(gradient, query, keys, values, out, lse, causal if is_last else False, scale)
+        dq.add_(parts[0])
+        dk[:, :, start:end].copy_(parts[1])
+        dv[:, :, start:end].copy_(parts[2])
+    return dq.to(query.dtype), dk, dv
+
+
+def _flash_block(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: Causal,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed, offset = (torch.zeros(size, dtype=torch.uint64, device=query.device) for size in ((2,), ()))  # of no dropout
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), seed, offset, scale=scale
     )
+
+
+def _blocks_of_keys(query: Tensor, key: Tensor, causal: Causal) -> list[tuple[int, int]]:
+    """The keys in one block, or in several where the kernel would take much memory for the gradients of all query heads.
+
+    With `causal` every row sees all keys of all blocks but the last.
+    """
+    batch, heads, rows, width = query.shape
+    keys = key.shape[2]
+    row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
+    size = max(EXPANDED // row_bytes, rows)
+    if heads == key.shape[1] or keys <= size + rows:
+        return [(0, keys)]
+    past = keys - rows if causal else keys
+    cuts = list(range(0, past, size))
+    return list(zip(cuts, [*cuts[1:], keys], strict=True))
 
 
 def _efficient_backward(
