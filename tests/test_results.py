@@ -72,6 +72,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {  # of what 
     "a row": lambda x, y: (y, y[:, y.shape[1] // 2], y.flatten(0, 1)),
     "two parts": lambda x, y: (y[:, y.shape[1] // 2 :], y[:, y.shape[1] // 3 :]),
     "of an input": lambda x, y: (x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :]),
+    "in numbers, of all rows": lambda x, y: (y, y.roll(2, 1), y.flatten(0, 1)[3:9], y.flatten(0, 1)[3:9].t(), y.flatten(0, 1)[3]),
     "of one sequence": lambda x, y: (y, y[:1, y.shape[1] // 2 :].expand(3, -1, -1)),
 }
 

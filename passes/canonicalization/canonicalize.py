@@ -11,6 +11,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import drop_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization import (
+    attention_with_sink,
     convolutions,
     dropped_column,
     fills,
@@ -67,11 +68,12 @@ TABLE: tuple[Equation, ...] = (
     losses.total_weight_of_a_sum,
     softmax.softmax_of_shifted_scores,
     softmax.gradient_of_the_largest_score,
-    dropped_column.softmax_without_a_column,
+    attention_with_sink.attention_with_a_sink,
     fused.attention_of_a_device,
     flash_package.attention_of_the_flash_package,
     grouped.heads_repeated_for_groups,
 )
+WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
     simplify(graph, TABLE, results)
+    simplify(graph, (*TABLE, *WHERE_NO_KERNEL_DOES), results)
     undo_orders(graph, PRODUCTS)
     drop_unused(graph)
 

@@ -50,11 +50,12 @@ class Column:
 @equation(aten._softmax.default)
 def softmax_without_a_column(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
-    found = _column_of(node)
-    return _without_column(found, writer) if found is not None and _fits(found) else None
+    found = column_of(node)
+    return _without_column(found, writer) if found is not None and fits(found) else None
 
 
-def _column_of(softmax: fx.Node) -> Column | None:
+def column_of(softmax: fx.Node) -> Column | None:
+    """The column beside the scores of a softmax, if one stands there."""
     given = bound_arguments(softmax)
     joined = given["self"]
     if not isinstance(joined, fx.Node) or joined.target is not aten.cat.default or given["half_to_float"]:
@@ -71,11 +72,13 @@ def _column_of(softmax: fx.Node) -> Column | None:
     return Column(softmax, pieces[at], pieces[1 - at], along, at)
 
 
-def _fits(found: Column) -> bool:
-    return all(_is_part(user, found, found.scores_range) or _is_backward(user, found) for user in found.softmax.users)
+def fits(found: Column) -> bool:
+    """Whether the column is dropped in all uses of a softmax, and its gradient is told apart from that of the scores."""
+    return all(is_part(user, found, found.scores_range) or _is_backward(user, found) for user in found.softmax.users)
 
 
-def _is_part(node: fx.Node, found: Column, part: tuple[int, int]) -> bool:
+def is_part(node: fx.Node, found: Column, part: tuple[int, int]) -> bool:
+    """Whether a value is a range of the columns of a softmax, or of its gradient."""
     return node.target is aten.slice.Tensor and _bounds(node, found) == part
 
 
@@ -105,17 +108,17 @@ def _is_backward(node: fx.Node, found: Column) -> bool:
         return False
     parts = (found.scores_range, found.column_range)
     fits = shape_of_node(gradient) == shape_of_node(found.softmax) and _bounds(gradient, found) == found.scores_range
-    return fits and all(any(_is_part(user, found, part) for part in parts) for user in node.users)
+    return fits and all(any(is_part(user, found, part) for part in parts) for user in node.users)
 
 
 def _without_column(found: Column, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     softmax, dim = found.softmax, found.dim
     dtype = softmax.meta["val"].dtype
-    scores, column = (_as(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
+    scores, column = (converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
     share, rest = _shares(writer, scores, column, dim)
     kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)
-    result = _as(writer, kept, dtype)
+    result = converted(writer, kept, dtype)
     equals = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
     for user in softmax.users:
         if user not in equals:
@@ -140,13 +143,13 @@ def _shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> 
 def _gradients(found: Column, backward: fx.Node, writer: GraphWriter, kept: fx.Node, rest: fx.Node) -> dict[fx.Node, fx.Node]:
     gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
     dtype = backward.meta["val"].dtype
-    gradient = _as(writer, gradient, kept.meta["val"].dtype)
+    gradient = converted(writer, gradient, kept.meta["val"].dtype)
     total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, kept), [found.dim], True)
     of_scores = writer.call(aten.mul.Tensor, kept, writer.call(aten.sub.Tensor, gradient, total))
     of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, rest), total)
-    results = {found.scores_range: _as(writer, of_scores, dtype), found.column_range: _as(writer, of_column, dtype)}
+    results = {found.scores_range: converted(writer, of_scores, dtype), found.column_range: converted(writer, of_column, dtype)}
     return {user: results[_bounds(user, found)] for user in backward.users}  # type: ignore[index]
 
 
-def _as(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+def converted(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     return value if value.meta["val"].dtype == dtype else writer.call(aten._to_copy.default, value, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_alike, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, int_argument, is_alike, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
 
@@ -53,11 +53,17 @@ def padding_by_nothing(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return None if operand is None or is_moved else writer.call(aten.clone.default, operand)
 
 
-@equation(aten.t.default)
+@equation(aten.t.default, aten.transpose.int)
 def transposed_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """t(t(x)) -> x"""
+    """t(t(x)) -> x, transpose(transpose(x, i, j), i, j) -> x"""
     inner = node_argument(node)
-    return node_argument(inner) if inner.target is aten.t.default else None
+    return node_argument(inner) if inner.target is node.target and _exchanged(inner) == _exchanged(node) else None
+
+
+def _exchanged(node: fx.Node) -> set[int]:
+    """The dimensions that a transposition exchanges."""
+    rank = len(shape_of_node(node))
+    return {int_argument(node, i) % rank for i in range(1, len(node.args))}
 
 
 @equation(aten.flip.default)

@@ -62,7 +62,8 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
             node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in own) for own in strides)
     output = graph.output_node()
     results: Any = output.args[0]
-    output.meta[PLACES] = tuple(_place(item, results[:count]) for item in results)
+    has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
+    output.meta[PLACES] = tuple(_place(item, results[:count]) if has_lengths else None for item in results)
     output.meta[LAYOUTS] = tuple(
         _strides(item) if place is None else None for item, place in zip(results, output.meta[PLACES], strict=True)
     )
@@ -73,17 +74,23 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 def _place(item: Any, results: Sequence[Any]) -> tuple[int | str, Size, tuple[Size, ...]] | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides. Where all of these are numbers, AOTAutograd makes the view again by itself.
+    beginning of that it begins, and its strides. Only of a graph without dynamic lengths AOTAutograd makes all views again itself.
     """
     base = _root(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
         return None
     own, other = item.meta["val"], base.meta["val"]
     sizes = [size_of(size) for size in (*own.shape, *own.stride(), own.storage_offset(), other.storage_offset())]
-    if all(isinstance(size, int) for size in sizes):
-        return None
     where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
     return None if where is None else (where, simplified(sizes[-2] - sizes[-1]), tuple(sizes[own.dim() : 2 * own.dim()]))
+
+
+def _has_lengths(node: fx.Node) -> bool:
+    """Whether an input is a dynamic length, or has one."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, torch.SymInt)
+    return not all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _strides(item: Any) -> tuple[Size, ...] | None:
