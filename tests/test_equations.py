@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.canonicalization.canonicalize import TABLE
+from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NO_KERNEL_DOES
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
-from tests import test_canonical, test_canonical_equations
+from tests import test_attention_with_sink, test_canonical, test_canonical_equations
 from tests.support.canonical import Case, graphs, plain
 from tests.support.flash_package import flash_attn_func
 
 aten = torch.ops.aten
 CASES = test_canonical.CASES | test_canonical_equations.CASES
-ROWS = {row.name: row for row in TABLE}
+ROWS = {row.name: row for row in (*TABLE, *WHERE_NO_KERNEL_DOES)}
 
 
 def heads(summed: Callable[[Tensor], Tensor]) -> Case:
@@ -101,6 +101,10 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-1], (plain(2, 5), plain(2, 1))),
         Case(lambda x, k: torch.softmax(torch.cat([x, k], -1), -1)[..., :-2], (plain(2, 5), plain(2, 1))),
     ),
+    "attention with a sink": (
+        test_attention_with_sink.CASES["beside"],
+        test_attention_with_sink.CASES["probabilities are shown"],
+    ),
     "attention of a device": (fused(0.0), fused(0.1)),
     "attention of the flash package": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
     "heads repeated for groups": (
@@ -131,7 +135,7 @@ def prepared(case: Case, row: Equation) -> fx.Graph:
 
 def test_every_row_is_seen() -> None:
     assert SEEN.keys() | OTHERWISE == ROWS.keys()
-    assert all(" -> " in row.text for row in TABLE)
+    assert all(" -> " in row.text for row in ROWS.values())
 
 
 @pytest.mark.parametrize("name", SEEN)

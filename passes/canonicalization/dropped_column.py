@@ -114,7 +114,9 @@ def _is_backward(node: fx.Node, found: Column) -> bool:
 def _without_column(found: Column, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     softmax, dim = found.softmax, found.dim
     dtype = softmax.meta["val"].dtype
-    scores, column = (converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column))
+    scores, column = (
+        converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (found.scores, found.column)
+    )
     share, rest = _shares(writer, scores, column, dim)
     kept = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)

@@ -74,7 +74,7 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 def _place(item: Any, results: Sequence[Any]) -> tuple[int | str, Size, tuple[Size, ...]] | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides. Only of a graph without dynamic lengths AOTAutograd makes all views again itself.
+    beginning of that it begins, and its strides. In a graph without dynamic lengths AOTAutograd makes all views again by itself.
     """
     base = _root(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):

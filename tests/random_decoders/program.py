@@ -192,6 +192,7 @@ def _result(w: Writer) -> str:
             "x[:, x.shape[1] // 2 :]",
             "x[..., x.shape[1] // 9 :].transpose(0, 1)",
             "x.flatten(0, 1)",
+            "x.flatten(0, 1)[3:9]",
             "labels[:, labels.shape[1] // 2 :]",
         )
         return ", ".join(("loss", "x", *views))

@@ -1,0 +1,146 @@
+"""Attention that is spelled out beside a sink: one fused kernel, on numbers that are drawn to hurt, and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from streamfx.runtime.kernels import ATTENTION
+from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
+from tests.support.tracing import compare_function
+
+aten = torch.ops.aten
+LEAST = torch.finfo(torch.float64).min
+
+
+def spelled(
+    first: bool = False,
+    scaled: Callable[[Tensor, float], Tensor] = torch.mul,
+    back: Callable[[Tensor, float], Tensor] = torch.mul,
+    dropped: Callable[[Tensor], Tensor] = lambda p: p,
+    shown: bool = False,
+    of_mask: bool = False,
+    other: bool = False,
+    bounded: Callable[[Tensor], Tensor] = lambda sink: sink.clamp(-1e20, 1e20),
+) -> Callable[..., list[Tensor]]:
+    """The result and all gradients, as autograd writes them."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, sink: Tensor, *mask: Tensor) -> list[Tensor]:
+        b, h, m, d = q.shape
+        n = k.shape[2]
+        queries, keys = q.reshape(b * h, m, d), k.transpose(2, 3).reshape(b * h, d, n)
+        values, result = v.reshape(b * h, n, -1), gradient.reshape(b * h, m, -1)
+        s = scaled(aten.bmm(queries, keys).view(b, h, m, n), 0.5)
+        s = s + mask[0] if mask else s
+        column = bounded(sink)[:, :, None, None].expand(b, h, m, 1)
+        both = torch.softmax(torch.cat([column, s] if first else [s, column], -1), -1)
+        low, high = (1, n + 1) if first else (0, n)
+        p = dropped(both[..., low:high]).reshape(b * h, m, n)
+        of_p = aten.bmm(result, values.transpose(1, 2)).view(b, h, m, n)
+        of_both = aten._softmax_backward_data(aten.slice_backward(of_p, [b, h, m, n + 1], 3, low, high, 1), both, -1, s.dtype)
+        of_s = back(of_both[..., low:high], 0.5).reshape(b * h, m, n)
+        made = [
+            aten.bmm(p, values).view(b, h, m, -1),
+            aten.bmm(p.transpose(1, 2), result + 1 if other else result).view(b, h, n, -1),
+            aten.bmm(of_s, keys.transpose(1, 2)).view(b, h, m, d),
+            aten.bmm(of_s.transpose(1, 2), queries),
+            aten.bmm(queries.transpose(1, 2), of_s).view(b, h, d, n),
+            of_both[..., :1] if first else of_both[..., n:],
+        ]
+        return [*made, *([p] if shown else []), *([of_s.sum(0)] if of_mask else [])]
+
+    return function
+
+
+def inputs(sink: float = 0.3, mask: Tensor | None = None) -> tuple[Tensor, ...]:
+    q, k, v, gradient = plain(2, 3, 5, 4), plain(2, 3, 7, 4) + 1, plain(2, 3, 7, 6) - 1, plain(2, 3, 5, 6)
+    return q, k, v, gradient, torch.full((2, 3), sink, dtype=torch.float64), *(() if mask is None else (mask,))
+
+
+def hidden(by: float) -> Tensor:
+    """A mask under which a row sees nothing, and another two keys."""
+    mask = torch.zeros(1, 1, 5, 7, dtype=torch.float64)
+    mask[..., 2, :], mask[..., 1, 2:] = by, by
+    return mask
+
+
+CASES = {
+    "beside": Case(spelled(), inputs()),
+    "in front": Case(spelled(first=True), inputs()),
+    "divided": Case(spelled(scaled=torch.div, back=torch.div), inputs()),
+    **{f"sink {sink}": Case(spelled(), inputs(sink)) for sink in (-40.0, 300.0, -1e20)},
+    **{f"hidden by {by}, {sink}": Case(spelled(), inputs(sink, hidden(by))) for by in (-INF, LEAST) for sink in (0.3, -1e20)},
+    "a sink that may be anything": Case(spelled(bounded=lambda sink: sink), inputs(-INF, hidden(LEAST)), changes=False),
+    "a sink that is no number": Case(spelled(), inputs(NAN)),
+    "a sink as small as what is hidden": Case(
+        spelled(bounded=lambda sink: sink.clamp(-1e30, 1.0)), inputs(-INF, hidden(LEAST)), changes=False
+    ),
+    "a mask of rows and keys": Case(spelled(), inputs(mask=plain(5, 7))),
+    "probabilities are shown": Case(spelled(shown=True), inputs(), changes=False),
+    "the mask is trained": Case(spelled(of_mask=True), inputs(mask=plain(5, 7)), changes=False),
+    "dropout": Case(spelled(dropped=lambda p: p * (p > 0.1)), inputs(), changes=False),
+    "a gradient that is scaled otherwise": Case(spelled(back=torch.div), inputs(), changes=False),
+    "a gradient that is not scaled": Case(spelled(back=lambda d, _: d + 0.0), inputs(), changes=False),
+    "gradients of two results": Case(spelled(other=True), inputs(), changes=False),
+    "a scale of zero": Case(spelled(scaled=lambda s, _: s * 0.0, back=lambda d, _: d * 0.0), inputs(), changes=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_same(name: str) -> None:
+    case = CASES[name]
+    before, after = graphs(case)
+    assert (ATTENTION in targets(after)) == case.changes
+    _assert_alike(before, after, case.inputs)
+
+
+def test_a_query_that_is_no_number_shows() -> None:
+    """In its own row, as in eager: the kernel of a CPU makes zeros of it."""
+    given = inputs()
+    given[0][0, 0, 1, 0] = NAN
+    before, after = graphs(Case(spelled(), given))
+    assert torch.equal(after(*given)[0].isnan(), before(*given)[0].isnan())
+
+
+def _assert_alike(before: fx.GraphModule, after: fx.GraphModule, given: tuple[Tensor, ...]) -> None:
+    for found, truth in zip(after(*given), before(*given), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-13, equal_nan=True)
+
+
+HEAD, HEADS = 4, 4
+
+
+def decoder(first: bool, window: int | None, groups: int) -> Callable[..., Tensor]:
+    """Attention with a sink as models spell it."""
+
+    def function(x: Tensor, sink: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (-1, HEAD)).transpose(1, 2).split([HEADS, groups, groups], 1)
+        k, v = (item.repeat_interleave(HEADS // groups, 1) for item in (k, v))
+        place = torch.arange(x.shape[1])
+        seen = place[None] <= place[:, None]
+        if window is not None:
+            seen = seen & (place[:, None] - place[None] < window)
+        scores = torch.matmul(q, k.transpose(2, 3)) * HEAD**-0.5
+        scores = scores + torch.zeros((), dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
+        column = sink.tanh().reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
+        both = torch.cat([column, scores] if first else [scores, column], -1)
+        p = torch.softmax(both - both.max(-1, keepdim=True).values, -1)
+        made = torch.matmul(p[..., 1:] if first else p[..., :-1], v)
+        return (made * torch.linspace(0.5, 1.5, HEAD, dtype=x.dtype)).pow(2).sum()
+
+    return function
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("window", "verdict"), [(None, "causal"), (5, "window(5)")])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_it_streams(first: bool, window: int | None, verdict: str, groups: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 29, (HEADS + 2 * groups) * HEAD, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    function: Any = decoder(first, window, groups)
+    compare_function(function, [x, sink], (8, 1, 29), streams=True, attention={verdict})
