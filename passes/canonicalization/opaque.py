@@ -16,12 +16,14 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.passes.canonicalization.equation import equation
-from streamfx.passes.operators.aliasing import MEMORIES, PLACES, memories
+from streamfx.passes.operators.aliasing import MEMORIES, PLACES, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
+Place = tuple["int | str | None", Size, tuple[Size, ...]]
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -72,17 +74,30 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     )
 
 
-def _place(item: Any, results: Sequence[Any]) -> tuple[int | str, Size, tuple[Size, ...]] | None:
+def _place(item: Any, results: Sequence[Any]) -> Place | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides. In a graph without dynamic lengths AOTAutograd makes all views again by itself.
+    beginning of that it begins, and its strides; of other memory (None), as of an input that was written to, behind the beginning
+    of all of it. In a graph without dynamic lengths AOTAutograd makes all views again by itself.
     """
-    base = _root(item) if is_tensor(item) else item
+    base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
         return None
     own, other = item.meta["val"], base.meta["val"]
-    sizes = [size_of(size) for size in (*own.shape, *own.stride(), own.storage_offset(), other.storage_offset())]
+    strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
     where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
-    return None if where is None else (where, simplified(sizes[-2] - sizes[-1]), tuple(sizes[own.dim() : 2 * own.dim()]))
+    if where is None:
+        return None, offset, strides
+    begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
+    return where, simplified(offset - begins), strides
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value that a chain of views begins with, as autograd counts views: by what the schemas of operators say."""
+    while True:
+        producer = node_argument(node) if node.target is operator.getitem else node
+        if not isinstance(producer.target, OpOverload) or not is_view(producer.target) or not producer.all_input_nodes:
+            return node
+        node = producer.all_input_nodes[0]
 
 
 def _has_lengths(node: fx.Node) -> bool:

@@ -108,8 +108,8 @@ class OuterBuilder:
         made.meta = {"val": node.meta["val"], "joint": node.name}
         return made
 
-    def placed(self, value: fx.Node, base: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """A result that lies as if it were part of another value."""
+    def placed(self, value: fx.Node, base: fx.Node | None, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A result that lies as if it were part of another value, or of memory that is nobody else's result."""
         made = self.graph.call_function(placed, (value, base, self.number(offset), *(self.number(stride) for stride in strides)))
         made.meta = dict(value.meta)
         return made

@@ -158,7 +158,7 @@ class _Rewriter:
         for number, where in enumerate(places[: len(results)]):
             if where is not None:
                 base, offset, strides = where
-                of = forward.operand(inputs[base]) if isinstance(base, str) else results[base]
+                of = None if base is None else forward.operand(inputs[base]) if isinstance(base, str) else results[base]
                 found[number] = forward.placed(results[number], of, offset, strides)
         return found
 

@@ -19,12 +19,12 @@ def laid_out(value: Any, *strides: int) -> Any:
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
 
 
-def placed(value: Tensor, base: Tensor, offset: int, *strides: int) -> Tensor:
-    """The value with these strides, in memory where it begins as far behind the beginning as if it were part of `base`.
+def placed(value: Tensor, base: Tensor | None, offset: int, *strides: int) -> Tensor:
+    """The value with these strides, in memory where it begins as far behind the beginning as if it were part of `base`, if given.
 
     AOTAutograd reads where a result lies, and looks there into the value that it was part of.
     """
-    begins = base.storage_offset() + offset
+    begins = offset + (0 if base is None else base.storage_offset() * base.element_size() // value.element_size())
     once = _without_repeats(value, strides)
     if (_has(value, strides) and value.storage_offset() == begins) or _overlap(once.shape, strides):
         return value
