@@ -14,7 +14,7 @@ import streamfx
 from streamfx.cli import main
 from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
 from streamfx.planner.predict import Prediction
-from streamfx.planner.search import FIRST_LENGTH, LENGTH, largest
+from streamfx.planner.search import Sought, largest
 from tests.support.small import Causal
 from tests.support.spread import only
 
@@ -136,36 +136,47 @@ def test_any_model_on_the_meta_device() -> None:
 
 
 def prediction(length: int, peak: int) -> Prediction:
-    terms = {"parameters": 1000, "stage inputs": peak - 1000}
-    return Prediction(length, 1, peak, terms, 0, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
+    terms = {"parameters": 1000, "stage inputs": peak - 1000}  # all else grows
+    return Prediction(length, 1, peak, terms, 0, 0, 0, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
 
 
-def test_the_longest_length_was_traced_and_fits() -> None:
+LENGTH = Sought(256, lambda _: 2)
+
+
+@pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
+def test_the_longest_length_was_traced_and_fits(first: int) -> None:
     traced = []
 
     def predict(length: int, options: Any) -> Prediction:
-        traced.append((length, options["keep_every"]))
+        traced.append((length, options["keep_every"], options["chunk_size"]))
         peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
         return prediction(length, peak)
 
-    best = largest(predict, 400_000, {"keep_every": 1}, FIRST_LENGTH, LENGTH)
-    assert best is not None
-    assert (best.length, 1) in traced
-    assert 97_000 < best.length < 100_000
+    best = largest(predict, 400_000, {"keep_every": 1}, first, LENGTH, 9)
+    assert best is not None and best[0] == best[1].length
+    assert (best[0], 1, 512) in traced
+    assert 97_000 < best[0] < 100_000
     assert len(traced) < 6
-    largest(predict, 400_000, {}, FIRST_LENGTH, LENGTH)
-    assert traced[-1][1] == 3
+    largest(predict, 400_000, {"chunk_size": 7}, first, LENGTH, 9)
+    assert traced[-1][1:] == (3, 7)
 
 
-@pytest.mark.parametrize("first", [10_000, 150_000])
-def test_a_first_length_that_fits_only_with_fewer_boundaries(first: int) -> None:
-    """What did not fit with all boundaries kept is no bound for what fits with a third of them."""
+def test_no_length_may_fit() -> None:
+    assert largest(lambda length, options: prediction(length, 10**9), 1000, {}, 65_536, LENGTH, 9) is None
 
-    def predict(length: int, options: Any) -> Prediction:
-        return prediction(length, 1000 + 3 * length // (2 if options["keep_every"] > 1 else 1))
 
-    best = largest(predict, 400_000, {}, first, LENGTH)
-    assert best is not None and 260_000 < best.length <= 266_000
+@pytest.mark.parametrize("first", [1, 40])
+def test_the_largest_batch(first: int) -> None:
+    """In chunks of as many tokens, whatever the batch is."""
+    rows = {}
+
+    def predict(batch: int, options: Any) -> Prediction:
+        rows[batch] = options["chunk_size"]
+        return prediction(100, 1000 + 130 * batch)
+
+    best = largest(predict, 4000, {}, first, Sought(1, lambda size: 3 * size), 9)
+    assert best is not None and best[0] == 23
+    assert rows[23] == 1024 // 69
 
 
 def test_an_objective_has_a_reference() -> None:
@@ -180,10 +191,6 @@ def test_an_objective_has_a_reference() -> None:
     assert not any(reason for stage in dpo["stages"] for reason in stage["reasons"])
     with pytest.raises(streamfx.PlanError, match="sft, dpo, grpo"):
         streamfx.plan(TINY, objective="ppo")
-
-
-def test_no_length_may_fit() -> None:
-    assert largest(lambda length, options: prediction(length, 10**9), 1000, {}, FIRST_LENGTH, LENGTH) is None
 
 
 @pytest.mark.long

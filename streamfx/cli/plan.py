@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from streamfx.budget import in_bytes
 from streamfx.options import SAVE_LEVELS
 from streamfx.planner.devices import PUBLISHED
 from streamfx.planner.models import TYPES, builtin_names
 from streamfx.planner.objectives import OBJECTIVES
 from streamfx.planner.optimizers import STATES
 from streamfx.planner.plan import plan
+from streamfx.planner.predict import Prediction
 from streamfx.planner.quantized import SCHEMES
+from streamfx.planner.report import PlanReport
+from streamfx.planner.search import MOST_TRACES
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -50,9 +56,33 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
+    searched = arguments.max_length or arguments.max_batch
+    with traces(MOST_TRACES if searched else 1) as noted:
+        report = _plan(arguments, noted)
+    return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
+
+
+@contextmanager
+def traces(count: int) -> Iterator[Callable[[Prediction], None] | None]:
+    """A bar of the traces that are made, where somebody looks at the terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(total=count, unit="trace", leave=False, disable=None) as bar:
+
+        def noted(found: Prediction) -> None:
+            bar.set_postfix_str(f"{found.batch:,} x {found.length:,} tokens: {in_bytes(found.peak_bytes)}")
+            bar.update()
+
+        yield noted
+
+
+def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | None) -> PlanReport:
     given = {name: getattr(arguments, name) for name in ("chunk_size", "save", "keep_every")}
     given["offload"] = "inputs" if arguments.offload else None
-    report = plan(
+    return plan(
         arguments.model,
         seq=arguments.seq,
         batch=arguments.batch,
@@ -69,5 +99,5 @@ def run(arguments: argparse.Namespace) -> str:
         device=arguments.device,
         baselines=not arguments.no_baselines,
         options={name: value for name, value in given.items() if value is not None},
+        noted=noted,
     )
-    return json.dumps(report.summary(), indent=2) if arguments.json else str(report)

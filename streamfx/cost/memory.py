@@ -41,7 +41,8 @@ class Cost:
     of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
     half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
     backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
-    calls in eager. launches: operators that are no views.
+    calls in eager. launches: operators that are no views. product_bytes, total_bytes: see
+    `Work`.
     """
 
     forward_peak: int
@@ -58,6 +59,8 @@ class Cost:
     layer_attention: int = 0
     gradients: int = 0
     launches: int = 0
+    product_bytes: int = 0
+    total_bytes: int = 0
 
     @property
     def peak(self) -> int:
@@ -104,7 +107,9 @@ def cost_of(
                 forward_terms=_nonzero(forward_terms),
                 backward_terms=_nonzero(meter.peak_terms),
                 attention_flops=meter.attention_flops,
-                launches=meter.launches,
+                launches=meter.work.launches,
+                product_bytes=meter.work.product_bytes,
+                total_bytes=meter.work.total_bytes,
             )
         del outputs, gradients, inputs
     return cost
@@ -137,7 +142,7 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
             attention_flops=meter.attention_flops,
             layer_flops=meter.watched_flops,
             layer_attention=meter.watched_attention,
-            launches=meter.launches,
+            launches=meter.work.launches,
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.workspaces import allocated, workspace_of
+from streamfx.runtime.cuda_products import ADD_PRODUCT
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, tree_iter
 
@@ -32,13 +33,21 @@ class Rise:
     terms: dict[str, int] = field(default_factory=dict)
 
 
+ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT)
+
+
 class Work(NamedTuple):
-    """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched."""
+    """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
+
+    Bytes that products read and write, and those of them that are of totals that they add to.
+    """
 
     flops: int = 0
     moved: int = 0
     attention_flops: int = 0
     launches: int = 0
+    product_bytes: int = 0
+    total_bytes: int = 0
 
     def plus(self, other: Work) -> Work:
         return Work(*map(operator.add, self, other))
@@ -52,15 +61,16 @@ class Meter(TorchDispatchMode):
 
     `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
     of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
-    bytes that operators without FLOPs read and write; `launches` are the operators that are no views. Bytes are counted under the
-    name that `term` has when they are made; `peak_terms` are those of the peak.
+    bytes that operators without FLOPs read and write; all of these and more are in `work`. Bytes are counted under the name that
+    `term` has when they are made; `peak_terms` are those of the peak.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.attention_flops = self.masked_flops = self.moved = self.launches = 0
+        self.live = self.peak = self.masked_flops = 0
+        self.work = Work()
         self.watched_flops = self.watched_attention = 0
         self.term = "other"
         self.live_terms: Counter[str] = Counter()
@@ -108,13 +118,16 @@ class Meter(TorchDispatchMode):
             self.peak, self.peak_terms = before
 
     @property
-    def work(self) -> Work:
-        """What has been computed so far."""
-        return Work(self.flops, self.moved, self.attention_flops, self.launches)
+    def flops(self) -> int:
+        return self.work.flops
 
-    @work.setter
-    def work(self, work: Work) -> None:
-        self.flops, self.moved, self.attention_flops, self.launches = work
+    @property
+    def moved(self) -> int:
+        return self.work.moved
+
+    @property
+    def attention_flops(self) -> int:
+        return self.work.attention_flops
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose FLOPs are counted in `watched_flops` as well, and those of attention in `watched_attention`."""
@@ -134,15 +147,10 @@ class Meter(TorchDispatchMode):
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
-        flops = flops_of(func, args, kwargs, out)
-        self.flops += flops
-        is_view = getattr(func, "is_view", False)
-        self.launches += not is_view
-        if not flops and not is_view:
-            self.moved += sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
-        if is_fused_attention(func):
-            self.attention_flops += flops
-            self.masked_flops += 0 if arguments_by_name(func, args, kwargs).get("is_causal") else flops
+        work = _work_of(func, args, kwargs, out)
+        self.work = self.work.plus(work)
+        if work.attention_flops and not arguments_by_name(func, args, kwargs).get("is_causal"):
+            self.masked_flops += work.attention_flops
 
     def _note_new(self, out: Any, arguments: Any, term: str) -> None:
         made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
@@ -163,6 +171,19 @@ class Meter(TorchDispatchMode):
         size, term = self._sizes.pop(key)
         self.live -= size
         self.live_terms[term] -= size
+
+
+def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    if getattr(func, "is_view", False):
+        return Work()
+    flops = flops_of(func, args, kwargs, out)
+    if is_fused_attention(func):
+        return Work(flops, 0, flops, 1)
+    moved = sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
+    if not flops:
+        return Work(0, moved, 0, 1)
+    total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None
+    return Work(flops, 0, 0, 1, moved, 0 if total is None else 2 * total.nbytes)
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:

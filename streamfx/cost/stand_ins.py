@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.cost.flops import flops_of_call, flops_of_graph
-from streamfx.cost.meter import Meter
+from streamfx.cost.meter import Meter, Work
 from streamfx.torch_private import SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.sizes import size_hint
 
@@ -33,7 +33,7 @@ def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callabl
     value, work = node.meta.get("val"), work_of(node, module)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        meter.flops += work
+        meter.work = meter.work.plus(Work(flops=work))
         return tree_map(lambda item: like(item) if isinstance(item, Tensor) else item, value)
 
     return stand_in

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streamfx.budget import bytes_of, is_budget
 from streamfx.errors import OverBudget, PlanError
+from streamfx.inspection.tracing import layers_of
 from streamfx.options import checked
 from streamfx.planner.devices import device_called, here
 from streamfx.planner.models import TYPES, built
@@ -17,9 +18,10 @@ from streamfx.planner.objectives import objective_called
 from streamfx.planner.optimizers import state_bytes
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
-from streamfx.planner.search import FIRST_LENGTH, LENGTH, Sought, largest
+from streamfx.planner.search import FIRST_LENGTH, Sought, largest
 from streamfx.runtime.device_kinds import supposed
 
+LENGTHS = 256  # what the longest length is a multiple of
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 
@@ -42,6 +44,7 @@ def plan(
     group: int = 8,
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
+    noted: Callable[[Prediction], None] | None = None,
 ) -> PlanReport:
     """Predict a training step: peak memory by term, FLOPs, time, and the longest length or largest batch that fits into `memory`.
 
@@ -50,7 +53,7 @@ def plan(
     among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
     and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
-    "sgd", "none") is counted, shared out among `shards` devices. Nothing is computed.
+    "sgd", "none") is counted, shared out among `shards` devices. `noted` is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
     _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), shards=(shards, 1))
@@ -64,7 +67,10 @@ def plan(
     def at(batch: int, length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
         taken = wanted.inputs(wanted.sequences * batch, length) if inputs is None else inputs(batch, length)
         with supposed(rates.kind):
-            return predict(made, taken, length, given, with_baselines, state)
+            found = predict(made, taken, length, given, with_baselines, state)
+        if noted is not None:
+            noted(found)
+        return found
 
     if memory is None:
         return PlanReport(name, at(batch, seq, given, baselines), rates)
@@ -72,15 +78,17 @@ def plan(
     if not max_length and not max_batch:
         left = max(budget - state, 1)
         return PlanReport(name, at(batch, seq, {**given, "memory_budget": left}, baselines), rates, budget)
+    stages = len(layers_of(made)) + 1
     if max_batch:
-        sought = Sought(lambda found: found.batch // wanted.sequences, 1)
-        best = largest(lambda size, given: at(size, seq, given), budget, given, batch, sought)
+        sought = Sought(1, lambda size: wanted.sequences * size)
+        best = largest(lambda size, given: at(size, seq, given), budget, given, batch, sought, stages)
     else:
-        best = largest(lambda size, given: at(batch, size, given), budget, given, max(seq, FIRST_LENGTH), LENGTH)
+        sought = Sought(LENGTHS, lambda _: wanted.sequences * batch)
+        best = largest(lambda size, given: at(batch, size, given), budget, given, max(seq, FIRST_LENGTH), sought, stages)
     if best is None:
         raise OverBudget(f"no {'batch' if max_batch else 'length'} fits into {memory}", do="give more memory, or a smaller model")
-    found = sought.size(best) if max_batch else None
-    return PlanReport(name, best, rates, budget, None if max_batch else best.length, found)
+    size, found = best
+    return PlanReport(name, found, rates, budget, None if max_batch else size, size if max_batch else None)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

@@ -44,6 +44,8 @@ class Prediction:
     attention_flops: int
     moved: int
     launches: int
+    product_bytes: int
+    total_bytes: int
     stages: list[dict[str, Any]]
     choices: list[dict[str, Any]]
     budget: int | None
@@ -82,6 +84,8 @@ def predict(
         attention_flops=sum(cost.attention_flops for cost in costs),
         moved=sum(cost.moved for cost in costs),
         launches=sum(cost.launches for cost in costs),
+        product_bytes=sum(cost.product_bytes for cost in costs),
+        total_bytes=sum(cost.total_bytes for cost in costs),
         stages=list(summary["stages"]),
         choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
         budget=next((fitting.budget for fitting in fittings), None),

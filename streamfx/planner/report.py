@@ -52,6 +52,9 @@ class PlanReport:
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
             "seconds": self.device.seconds(found.flops, found.moved, found.launches),
+            "launches": found.launches,
+            "bytes_of_products": found.product_bytes,
+            "bytes_of_totals": found.total_bytes,
             "device": self.device.name,
             "ways": other,
             "choices": found.choices,
@@ -72,7 +75,7 @@ class PlanReport:
 
     def _way(self, way: Way) -> dict[str, Any]:
         seconds = self.device.seconds(way.flops, way.moved, way.launches)
-        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "seconds": seconds}
+        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.launches, "seconds": seconds}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

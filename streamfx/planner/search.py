@@ -14,7 +14,7 @@ from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_
 from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
 
-FIRST_LENGTH = 16384
+FIRST_LENGTH = 65536
 MOST_TRACES = 6
 CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
@@ -27,61 +27,52 @@ Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
 @dataclass(frozen=True)
 class Sought:
-    """What is made as large as fits: its size in a prediction, and what its sizes are multiples of."""
+    """What is made as large as fits: what its sizes are multiples of, and how many sequences a step of a size has."""
 
-    size: Callable[[Prediction], int]
     multiple: int
+    sequences: Callable[[int], int]
 
 
-LENGTH = Sought(lambda found: found.length, 256)
+def largest(
+    predict: Predict, budget: int, options: Mapping[str, Any], first: int, sought: Sought, stages: int
+) -> tuple[int, Prediction] | None:
+    """About the largest size whose peak is within the budget, and its prediction; None where not even small ones are.
 
-
-def largest(predict: Predict, budget: int, options: Mapping[str, Any], first: int, sought: Sought) -> Prediction | None:
-    """The prediction for about the largest size whose peak is within the budget; None where not even small ones are."""
-    given = {"save": "inputs", "keep_every": 1, **options}
-    found = predict(first, given)
-    best, failed = (found, None) if found.peak_bytes <= budget else (None, found)
-    terms = dict(found.peak_by_term)
-    if "keep_every" not in options:
-        given["keep_every"] = fewest_bytes(len(found.stages))
-        terms[STAGE_INPUTS] = int(terms.get(STAGE_INPUTS, 0) * kept_share(given["keep_every"], len(found.stages)))
-        failed = None  # with more kept
-    if "chunk_size" not in options:
-        rows = max(LEAST_ROWS, BUSY // found.batch)
-        given.update(chunk_size=rows, loss_chunk_size=rows)
-        terms.update({CHUNK: 0, LOSS: 0})
-        failed = None
-    size = _guess(sought.size(found), sum(terms.values()), terms, budget)
-    for _ in range(MOST_TRACES - 1):
-        size = _between(size, best, failed, sought)
-        gain = size if best is None else size - sought.size(best)
-        if size < sought.multiple or (gain <= CLOSE * size and gain <= first):
+    `stages` is about how many stages there are.
+    """
+    best: tuple[int, Prediction] | None = None
+    failed, size = None, max(first, sought.multiple)
+    for _ in range(MOST_TRACES):
+        found = predict(size, {**_least_memory(sought.sequences(size), stages), **options})
+        if found.peak_bytes <= budget:
+            best = size, found
+        else:
+            failed = size
+        size = _between(_guess(size, found, budget), best[0] if best else 0, failed, sought.multiple)
+        gain = size - best[0] if best else size
+        if size < sought.multiple or gain <= CLOSE * size:
             break
-        found = predict(size, given)
-        best, failed = (found, failed) if found.peak_bytes <= budget else (best, found)
-        size = _guess(sought.size(found), found.peak_bytes, found.peak_by_term, budget)
     return best
+
+
+def _least_memory(sequences: int, stages: int) -> dict[str, Any]:
+    rows = max(LEAST_ROWS, BUSY // sequences)
+    return {"save": "inputs", "keep_every": fewest_bytes(stages), "chunk_size": rows, "loss_chunk_size": rows}
 
 
 def fewest_bytes(stages: int) -> int:
     """How many stages should share one kept input, for the least memory."""
-    return min(KEEP_EVERY, key=lambda every: kept_share(every, stages))
+    return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
 
 
-def kept_share(every: int, stages: int) -> float:
-    """Stage inputs alive at most, of all: each k-th, and those of one group."""
-    return 1 / every + (every - 1) / max(stages, every)
-
-
-def _guess(size: int, peak: int, terms: Mapping[str, int], budget: int) -> int:
+def _guess(size: int, found: Prediction, budget: int) -> int:
     """Where the peak would reach the budget, by the terms that grow with the size."""
-    growing = sum(terms.get(name, 0) for name in GROWING) / size
-    return int(size + (budget * AIM - peak) / max(growing, 1))
+    growing = sum(found.peak_by_term.get(name, 0) for name in GROWING) / size
+    return int(size + (budget * AIM - found.peak_bytes) / max(growing, 1))
 
 
-def _between(size: int, best: Prediction | None, failed: Prediction | None, sought: Sought) -> int:
+def _between(size: int, low: int, high: int | None, multiple: int) -> int:
     """The guess, or the middle where it is not between what is known to fit and what is known not to."""
-    low, high = sought.size(best) if best else 0, sought.size(failed) if failed else None
     if high is not None and not low < size < high:
         size = (low + high) // 2
-    return size // sought.multiple * sought.multiple
+    return size // multiple * multiple
