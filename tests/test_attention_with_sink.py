@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
+import streamfx
 from streamfx.runtime.kernels import ATTENTION
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
 from tests.support.tracing import compare_function
@@ -118,21 +120,25 @@ def decoder(first: bool, window: int | None, groups: int) -> Callable[..., Tenso
     """Attention with a sink as models spell it."""
 
     def function(x: Tensor, sink: Tensor) -> Tensor:
-        q, k, v = x.unflatten(-1, (-1, HEAD)).transpose(1, 2).split([HEADS, groups, groups], 1)
-        k, v = (item.repeat_interleave(HEADS // groups, 1) for item in (k, v))
-        place = torch.arange(x.shape[1])
-        seen = place[None] <= place[:, None]
-        if window is not None:
-            seen = seen & (place[:, None] - place[None] < window)
-        scores = torch.matmul(q, k.transpose(2, 3)) * HEAD**-0.5
-        scores = scores + torch.zeros((), dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
-        column = sink.tanh().reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
-        both = torch.cat([column, scores] if first else [scores, column], -1)
-        p = torch.softmax(both - both.max(-1, keepdim=True).values, -1)
-        made = torch.matmul(p[..., 1:] if first else p[..., :-1], v)
+        made = attended(x, sink.tanh(), first, window, groups)
         return (made * torch.linspace(0.5, 1.5, HEAD, dtype=x.dtype)).pow(2).sum()
 
     return function
+
+
+def attended(x: Tensor, sink: Tensor, first: bool, window: int | None, groups: int) -> Tensor:
+    q, k, v = x.unflatten(-1, (-1, HEAD)).transpose(1, 2).split([HEADS, groups, groups], 1)
+    k, v = (item.repeat_interleave(HEADS // groups, 1) for item in (k, v))
+    place = torch.arange(x.shape[1])
+    seen = place[None] <= place[:, None]
+    if window is not None:
+        seen = seen & (place[:, None] - place[None] < window)
+    scores = torch.matmul(q, k.transpose(2, 3)) * HEAD**-0.5
+    scores = scores + torch.zeros((), dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
+    column = sink.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
+    both = torch.cat([column, scores] if first else [scores, column], -1)
+    p = torch.softmax(both - both.max(-1, keepdim=True).values, -1)
+    return torch.matmul(p[..., 1:] if first else p[..., :-1], v)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -144,3 +150,31 @@ def test_it_streams(first: bool, window: int | None, verdict: str, groups: int) 
     sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     function: Any = decoder(first, window, groups)
     compare_function(function, [x, sink], (8, 1, 29), streams=True, attention={verdict})
+
+
+class Layers(nn.Module):
+    """Layers with sinks of their own, one behind the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(count, HEADS, dtype=torch.float64))
+        self.qkv = nn.ModuleList(nn.Linear(HEADS * HEAD, 3 * HEADS * HEAD).double() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, total = x.tanh(), x.new_zeros(())  # ordinary numbers, as embeddings are
+        for sink, qkv in zip(self.sinks, self.qkv, strict=True):
+            made = attended(qkv(F.rms_norm(x, x.shape[-1:])), sink, False, None, HEADS)
+            x = x + made.transpose(1, 2).flatten(2)
+            total = total + x.pow(2).mean()
+        return total
+
+
+def test_layers_behind_a_sink_keep_their_proofs() -> None:
+    """A mask of huge negative numbers is proven by ordinary scores: the sink's share is one."""
+    torch.manual_seed(0)
+    model, x = Layers(3), torch.randn(1, 20, HEADS * HEAD, dtype=torch.float64)
+    stages = streamfx.explain(model, x, options={"chunk_size": 8}).summary()["stages"]
+    assert [verdict for stage in stages for verdict in stage["attention"]] == ["causal"] * 3
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8, "bodies": "eager"})
+    wanted, found = (torch.autograd.grad(function(x), [*model.parameters()]) for function in (model, compiled))
+    torch.testing.assert_close(found, wanted)

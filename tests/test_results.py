@@ -132,3 +132,32 @@ def test_a_view_of_memory_that_two_inputs_share_and_one_writes(with_gradients: b
             with torch.set_grad_enabled(with_gradients):
                 results.append([*call(own, own.transpose(0, 1), x), own])
         torch.testing.assert_close(*results)
+
+
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it
+    "rows": lambda y: (y, y[:, y.shape[1] // 2 :]),
+    "rows, first": lambda y: (y[:, y.shape[1] // 2 :], y),
+    "detached": lambda y: (y, y.detach()),
+    "turned": lambda y: (y, y.unflatten(-1, (2, 2)).transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_that_share_memory_do_so(name: str, dynamic: bool) -> None:
+    """Without gradients nobody makes views again: the caller's write into one shows in the other."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = layer(x)[:, None]
+        return SHARED[name](x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0])
+
+    compiled = torch.compile(function, backend="streambp", options={"chunk_size": 4, "bodies": "eager"}, dynamic=dynamic)
+    with torch.no_grad():
+        for length in (13, 11):
+            x = torch.randn(2, length, 4, dtype=torch.float64)
+            found, wanted = compiled(x), function(x)
+            for results in (found, wanted):
+                results[0][:, -2:] = 7.0
+            torch.testing.assert_close(found, wanted)

@@ -2,11 +2,11 @@
 
 A kernel gives its result and the log-sum-exp of the scores it saw. The sink only adds to that sum:
 
-    softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total),   total = logaddexp(lse, k)
+    softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total) = sigmoid(lse - k),   total = logaddexp(lse, k)
 
 A kernel's backward half makes the probabilities anew, exp(s - lse), and with the total for lse they are those beside the sink.
 The rest of it asks for the result alone, as sum(gradient * result) of each row. So it is given the total and the scaled result.
-The sink's gradient is -u sum(gradient * result), u = exp(k - total).
+The sink's gradient is -u sum(gradient * result), u = sigmoid(k - lse).
 
 Where no key is seen lse is minus infinity and the result zero, as with the sink. A mask may also hide by a huge negative number,
 which leaves no digits of lse: then all of the sum is the sink's. So the sink has to be proven to be an ordinary number.
@@ -105,8 +105,8 @@ class _Fused:
         out, lse = (converted(writer, write(operator.getitem, made, i), self.precision) for i in range(2))
         sink = write(aten.squeeze.dim, converted(writer, self.column.column, self.precision), 3)
         self.total = write(aten.logaddexp.default, lse, sink)
-        self.rest = write(aten.exp.default, write(aten.sub.Tensor, sink, self.total))
-        share = write(aten.exp.default, write(aten.sub.Tensor, lse, self.total))
+        self.rest = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
+        share = write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink))
         nothing = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
         share = write(aten.add.Tensor, share, nothing)  # no number where the query is none, of which the CPU's kernel makes zeros
         self.out = converted(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)

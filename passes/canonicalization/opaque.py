@@ -65,10 +65,9 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     output = graph.output_node()
     results: Any = output.args[0]
     has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
-    output.meta[PLACES] = tuple(_place(item, results[:count]) if has_lengths else None for item in results)
-    output.meta[LAYOUTS] = tuple(
-        _strides(item) if place is None else None for item, place in zip(results, output.meta[PLACES], strict=True)
-    )
+    places = [_place(item, results[:count]) for item in results[:count]]
+    output.meta[PLACES] = tuple(place if place and (has_lengths or place[0] is not None) else None for place in places)
+    output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
@@ -77,7 +76,7 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
     beginning of that it begins, and its strides; of other memory (None), as of an input that was written to, behind the beginning
-    of all of it. In a graph without dynamic lengths AOTAutograd makes all views again by itself.
+    of all of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):

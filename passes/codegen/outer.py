@@ -14,13 +14,13 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument, shape_of_node
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkPlan, ChunkSize
-from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.ir.sizes import Size, free_symbols, numeric, product, size_of
 from streamfx.passes.codegen.bodies import BodyBuilder
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_part
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value
-from streamfx.runtime.as_traced import laid_out, placed
+from streamfx.runtime.as_traced import laid_out, part_of_memory, placed
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.recurrences import Recurrence
@@ -67,7 +67,9 @@ class OuterBuilder:
         symbols = sorted(free_symbols([size]), key=str)
         name = f"size_{len([child for child in self.module.children() if isinstance(child, SizeOf)])}"
         self.module.add_module(name, SizeOf(size, tuple(symbols)))
-        return self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
+        made = self.graph.call_module(name, tuple(self.symbol(symbol) for symbol in symbols))
+        made.meta["val"] = numeric(size)
+        return made
 
     # -- what runs whole
 
@@ -108,10 +110,19 @@ class OuterBuilder:
         made.meta = {"val": node.meta["val"], "joint": node.name}
         return made
 
-    def placed(self, value: fx.Node, base: fx.Node | None, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
-        """A result that lies as if it were part of another value, or of memory that is nobody else's result."""
-        made = self.graph.call_function(placed, (value, base, self.number(offset), *(self.number(stride) for stride in strides)))
+    def placed(self, value: fx.Node, begins: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A result that lies so far behind the beginning of its memory."""
+        made = self.graph.call_function(placed, (value, self.number(begins), *(self.number(stride) for stride in strides)))
         made.meta = dict(value.meta)
+        return made
+
+    def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
+        """A value of the joint graph as a view of the memory of one that it is part of."""
+        sizes = shape_of_node(node)
+        where = (self.number(item) for item in (*sizes, *strides))
+        arguments = base, node.meta["val"].dtype, self.number(offset), len(sizes), *where
+        made = self.graph.call_function(part_of_memory, arguments)
+        made.meta = {"val": node.meta["val"], "joint": node.name}
         return made
 
     def _constant(self, node: fx.Node) -> None:

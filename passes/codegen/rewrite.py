@@ -137,35 +137,34 @@ class _Rewriter:
         return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
 
     def _results(self, forward: OuterBuilder) -> list[Any]:
-        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again."""
-        made: dict[Any, Any] = {}
-        layouts = self.joint.graph.output_node().meta.get(LAYOUTS, (None,) * len(self.joint.outputs))
-        for output, strides in zip(self.joint.outputs, layouts, strict=False):
-            if (output, strides) not in made:
-                value = self._output(forward, output)
-                made[output, strides] = value if strides is None else forward.laid_out(value, output, strides)
-        return [made[item] for item in zip(self.joint.outputs, layouts, strict=False)]
+        """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again.
 
-    def _placed_in_bases(self, forward: OuterBuilder, results: list[Any]) -> list[Any]:
-        """Results that are views of an input, or of another result, laid where they began in that when traced.
-
-        With dynamic shapes AOTAutograd makes such a view again from where ours lies in memory (`PLACES`, noted by
-        `canonicalization/opaque.py: _place`).
+        Views of an input, or of another result, are views of that (`PLACES`, noted by `canonicalization/opaque.py: _place`).
         """
-        places = self.joint.graph.output_node().meta.get(PLACES, (None,) * len(results))
+        outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
+        layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
         inputs = {node.name: node for node in self.joint.primals}
-        found = list(results)
-        for number, where in enumerate(places[: len(results)]):
-            if where is not None:
-                base, offset, strides = where
-                of = None if base is None else forward.operand(inputs[base]) if isinstance(base, str) else results[base]
-                found[number] = forward.placed(results[number], of, offset, strides)
-        return found
+        made: dict[Any, Any] = {}
+
+        def laid(number: int) -> Any:
+            output, strides, place = outputs[number], layouts[number], places[number]
+            if place is not None and place[0] is not None:
+                base, offset, own = place
+                of = forward.operand(inputs[base]) if isinstance(base, str) else laid(base)
+                return forward.part_of_memory(of, output, offset, own)
+            if (output, strides, place) not in made:
+                value = self._output(forward, output)
+                if place is not None:
+                    value = forward.placed(value, *place[1:])
+                made[output, strides, place] = value if strides is None or place else forward.laid_out(value, output, strides)
+            return made[output, strides, place]
+
+        return [laid(number) for number in range(len(outputs))]
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))
         names = {made: node.name for node, made in forward.env.items()}
-        return self._placed_in_bases(forward, results_apart(results, traced[: len(results)], saved, names))
+        return results_apart(results, traced[: len(results)], saved, names)
 
     def _output(self, outer: OuterBuilder, output: Any) -> Any:
         if not isinstance(output, fx.Node):

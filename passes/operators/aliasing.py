@@ -15,6 +15,9 @@ MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, t
 PLACES = "streamfx_places"  # in the `meta` of an output: for each result that is part of another value, where it began in that
 
 
+NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def memories(node: fx.Node) -> frozenset[fx.Node]:
     """The values of a graph whose memory this one may show: itself alone, where an operator makes it."""
     found, todo, seen = set[fx.Node](), [node], {node}
@@ -24,8 +27,9 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
             found.add(value)
             continue
-        todo += [source for source in producer.all_input_nodes if source not in seen]
-        seen.update(producer.all_input_nodes)
+        operands = [source for source in producer.all_input_nodes if not isinstance(source.meta.get("val"), NUMBERS)]
+        todo += [source for source in operands if source not in seen]
+        seen.update(operands)
     return frozenset(found)
 
 

@@ -19,12 +19,20 @@ def laid_out(value: Any, *strides: int) -> Any:
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
 
 
-def placed(value: Tensor, base: Tensor | None, offset: int, *strides: int) -> Tensor:
-    """The value with these strides, in memory where it begins as far behind the beginning as if it were part of `base`, if given.
+def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
+    """A view of a value's memory, in sizes and strides (`where`), that begins so many elements behind the value."""
+    sizes, strides = where[:rank], where[rank:]
+    if dtype == base.dtype:
+        return base.as_strided(sizes, strides, base.storage_offset() + offset)
+    begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
+
+
+def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
+    """The value with these strides, in memory where it begins so many elements behind the beginning.
 
     AOTAutograd reads where a result lies, and looks there into the value that it was part of.
     """
-    begins = offset + (0 if base is None else base.storage_offset() * base.element_size() // value.element_size())
     once = _without_repeats(value, strides)
     if (_has(value, strides) and value.storage_offset() == begins) or _overlap(once.shape, strides):
         return value
