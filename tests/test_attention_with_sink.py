@@ -163,7 +163,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, total = x.tanh(), x.new_zeros(())  # ordinary numbers, as embeddings are
         for sink, qkv in zip(self.sinks, self.qkv, strict=True):
-            made = attended(qkv(F.rms_norm(x, x.shape[-1:])), sink, False, None, HEADS)
+            made = attended(qkv(F.rms_norm(x, x.shape[-1:], eps=1e-6)), sink, False, None, HEADS)
             x = x + made.transpose(1, 2).flatten(2)
             total = total + x.pow(2).mean()
         return total
