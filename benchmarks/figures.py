@@ -24,23 +24,24 @@ FILE = ROOT / "docs" / "figures.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- figures: ([\w -]+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 GIB = 1 << 30
+KEPT = ("length", "batch", "max_length", "peak_bytes", "seconds", "launches", "bytes_of_products", "bytes_of_totals")
 
 Figures = dict[str, dict[str, Any]]
 
 LONGEST = "--memory 80GiB --max-length --no-baselines"
-ADAPTERS = f"--lora-rank 16 --keep-every 1 {LONGEST}"
+QUANTIZED = "--quantize nf4 --lora-rank 32 --max-length --no-baselines"
 COMMANDS = {
-    "Qwen3-4B, all": f"Qwen3-4B --keep-every 1 {LONGEST}",
-    "Qwen3-8B, 150,000": "Qwen3-8B --seq 150000 --keep-every 1 --no-baselines",
-    "Qwen3-8B, all": f"Qwen3-8B --keep-every 1 {LONGEST}",
-    "Qwen3-8B, keep_every=6": f"Qwen3-8B --keep-every 6 {LONGEST}",
-    "Qwen3-8B, offload": "Qwen3-8B --seq 1000000 --keep-every 1 --offload --no-baselines",
-    "Qwen3-8B, adapters": f"Qwen3-8B {ADAPTERS}",
-    "Qwen3-14B, adapters": f"Qwen3-14B {ADAPTERS}",
-    "Qwen3-32B, adapters": f"Qwen3-32B {ADAPTERS}",
-    "Qwen3-8B, DPO": f"Qwen3-8B --objective dpo {ADAPTERS}",
-    "Qwen3-8B, DPO, keep_every=6": f"Qwen3-8B --objective dpo --lora-rank 16 --keep-every 6 {LONGEST}",
-    "Qwen3-8B, GRPO": f"Qwen3-8B --objective grpo {ADAPTERS}",
+    "Qwen3-8B, all": f"Qwen3-8B {LONGEST}",
+    "Llama-3.1-8B, nf4": f"Llama-3.1-8B {QUANTIZED} --memory 80GiB",
+    "Llama-3.1-8B, nf4, 24 GiB": f"Llama-3.1-8B {QUANTIZED} --memory 24GiB",
+    "Llama-3.1-70B, nf4, offload": f"Llama-3.1-70B {QUANTIZED} --memory 80GiB --offload",
+    "GPT-OSS-20B, nf4": f"GPT-OSS-20B {QUANTIZED} --memory 80GiB",
+    "Qwen3-8B, every boundary": f"Qwen3-8B --keep-every 1 {LONGEST}",
+    "Qwen3-8B, adapters": f"Qwen3-8B --lora-rank 16 --keep-every 1 {LONGEST}",
+    "Qwen3-8B, DPO": f"Qwen3-8B --objective dpo --lora-rank 16 --keep-every 1 {LONGEST}",
+    "a step of 8,192": "Qwen3-8B --seq 8192",
+    "a step of 32,768": "Qwen3-8B --seq 32768",
+    "a step of 131,072": "Qwen3-8B --seq 131072",
 }
 
 
@@ -67,7 +68,10 @@ def made(command: str, commit: str) -> dict[str, Any]:
         if streamfx_command(["plan", *command.split(), "--json"]) != 0:
             raise RuntimeError(f"streamfx plan {command} failed")
     found = json.loads(printed.getvalue())
-    figures = {"tokens": found["length"], "longest": found["max_length"] is not None, "peak": found["peak_bytes"]}
+    figures = {name: found[name] for name in KEPT}
+    figures["rows"] = [stage["chunk_size"] for stage in found["stages"]]
+    if (checkpointing := found["ways"].get("gradient checkpointing")) is not None:
+        figures["checkpointing"] = {name: checkpointing[name] for name in ("peak_bytes", "launches", "seconds")}
     return {**figures, "command": f"streamfx plan {command}", "commit": commit}
 
 
@@ -85,52 +89,79 @@ def written(text: str, figures: Figures) -> str:
 
 # -- blocks
 
-PAPER = {  # what is quoted of the StreamBP paper
-    "Qwen3-4B, all": "200K",
-    "Qwen3-8B, 150,000": "72K",
-    "Qwen3-8B, adapters": "142K",
-    "Qwen3-14B, adapters": "85K",
-    "Qwen3-32B, adapters": "16K",
-    "Qwen3-8B, DPO": "60.9K",
-    "Qwen3-8B, GRPO": "16.5K",
-}
-ROWS = {
-    "Qwen3-4B, all": ("Qwen3-4B", "all"),
-    "Qwen3-8B, 150,000": ("Qwen3-8B", "all"),
-    "Qwen3-8B, all": ("Qwen3-8B", "all"),
-    "Qwen3-8B, keep_every=6": ("Qwen3-8B, `keep_every=6`", "all"),
-    "Qwen3-8B, offload": ('Qwen3-8B, `offload="inputs"`', "all"),
-    "Qwen3-8B, adapters": ("Qwen3-8B", "adapters"),
-    "Qwen3-14B, adapters": ("Qwen3-14B", "adapters"),
-    "Qwen3-32B, adapters": ("Qwen3-32B", "adapters"),
-    "Qwen3-8B, DPO": ("Qwen3-8B, DPO", "adapters"),
-    "Qwen3-8B, DPO, keep_every=6": ("Qwen3-8B, DPO, `keep_every=6`", "adapters"),
-    "Qwen3-8B, GRPO": ("Qwen3-8B, GRPO", "adapters"),
+ROWS = {  # model, what is trained, and what others report for it
+    "Qwen3-8B, all": ("Qwen3-8B", "all", ""),
+    "Llama-3.1-8B, nf4": ("Llama-3.1-8B, nf4", "adapters, rank 32", "Unsloth 342,733"),
+    "Llama-3.1-8B, nf4, 24 GiB": ("Llama-3.1-8B, nf4, in 24 GiB", "adapters, rank 32", "Unsloth 78,475"),
+    "Llama-3.1-70B, nf4, offload": ('Llama-3.1-70B, nf4, `offload="inputs"`', "adapters, rank 32", "Unsloth 89,389"),
+    "GPT-OSS-20B, nf4": ("GPT-OSS-20B, nf4", "adapters, rank 32", "Unsloth 290,000; 500,000 with tiled MLP"),
+    "Qwen3-8B, every boundary": ("Qwen3-8B, `keep_every=1`", "all", "StreamBP 72K"),
+    "Qwen3-8B, adapters": ("Qwen3-8B, `keep_every=1`", "adapters, rank 16", "StreamBP 142K"),
+    "Qwen3-8B, DPO": ("Qwen3-8B, DPO, `keep_every=1`", "adapters, rank 16", "StreamBP 60.9K"),
 }
 
 
 def what_fits(figures: Figures) -> str:
-    lines = ["| model | trained | tokens | peak GiB | StreamBP |", "|---|---|---|---|---|"]
-    for name, (model, trained) in ROWS.items():
-        found, paper = figures[name], PAPER.get(name, "")
-        longest = ", the longest" if found["longest"] else ""
-        lines.append(
-            f"| {model} | {trained} | {found['tokens']:,}{longest} | {found['peak'] / GIB:.1f} | {paper} |".replace("|  |", "| |")
-        )
+    lines = ["| model | trained | tokens | peak GiB | tokens of a chunk | minutes | elsewhere |", "|---|---|---|---|---|---|---|"]
+    for name, (model, trained, other) in ROWS.items():
+        found = figures[name]
+        rows = min(found["rows"]) * found["batch"]
+        cells = [
+            model,
+            trained,
+            f"{found['length']:,}",
+            f"{found['peak_bytes'] / GIB:.1f}",
+            f"{rows:,}",
+            f"{found['seconds'] / 60:.0f}",
+        ]
+        lines.append(" | ".join(["|", *cells, other, "|"]).replace("| |", "|").strip())
+    return "\n".join(lines)
+
+
+def chunks(figures: Figures) -> str:
+    heads = (
+        "tokens",
+        "rows, layers",
+        "rows, head",
+        "totals, of products' bytes",
+        "operators",
+        "of its",
+        "seconds",
+        "of its",
+        "peak, of its",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name in ("a step of 8,192", "a step of 32,768", "a step of 131,072"):
+        found = figures[name]
+        other = found["checkpointing"]
+        shares = (found[key] / other[key] for key in ("launches", "seconds", "peak_bytes"))
+        launches, seconds, peak = (f"{share:.2f}" for share in shares)
+        totals = f"{100 * found['bytes_of_totals'] / found['bytes_of_products']:.1f} %"
+        cells = [
+            f"{found['length']:,}",
+            f"{found['rows'][1]:,}",
+            f"{found['rows'][-1]:,}",
+            totals,
+            f"{found['launches']:,}",
+            launches,
+        ]
+        lines.append("| " + " | ".join([*cells, f"{found['seconds']:.1f}", seconds, peak]) + " |")
     return "\n".join(lines)
 
 
 def in_short(figures: Figures) -> str:
-    whole, sixth, pairs = (figures[name] for name in ("Qwen3-8B, all", "Qwen3-8B, keep_every=6", "Qwen3-8B, DPO"))
+    names = ("Qwen3-8B, all", "Llama-3.1-8B, nf4", "Llama-3.1-8B, nf4, 24 GiB", "GPT-OSS-20B, nf4")
+    whole, quantized, small, experts = (f"{figures[name]['length']:,}" for name in names)
     return (
-        f"Qwen3-8B trains in full on {whole['tokens']:,} tokens in {whole['peak'] / GIB:.1f} GiB, on {sixth['tokens']:,} with "
-        f"`keep_every=6`, and adapters of it\nby DPO on pairs of {pairs['tokens']:,}."
+        f"Qwen3-8B trains in full on {whole} tokens in 80 GiB. Adapters of Llama-3.1-8B in nf4 train on {quantized},\n"
+        f"in 24 GiB on {small}; adapters of GPT-OSS-20B on {experts}."
     )
 
 
 BLOCKS: dict[str, Callable[[Figures], str]] = {
     "what fits": what_fits,
     "in short": in_short,
+    "chunks": chunks,
 }
 
 

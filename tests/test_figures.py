@@ -26,6 +26,6 @@ def test_figures_are_of_commands_that_are_there() -> None:
 
 def test_a_page_is_written_from_figures() -> None:
     page = "a\n<!-- figures: in short -->\nb\n<!-- end -->\nc"
-    changed = {**FIGURES, "Qwen3-8B, all": {**FIGURES["Qwen3-8B, all"], "tokens": 1_234}}
+    changed = {**FIGURES, "Qwen3-8B, all": {**FIGURES["Qwen3-8B, all"], "length": 1_234}}
     assert "1,234 tokens" in written(page, changed)
     assert written(page, {}) == page
