@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.exactness import compare, recorder
+from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 
-if importlib.util.find_spec("flash_attn") is not None:
-    pytest.skip("the package itself is installed", allow_module_level=True)
-
-from tests.support.flash_package import flash_attn_func
+pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
 
 VOCABULARY, WIDTH, LENGTH = 31, 20, 23
 CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # how it is called, groups of heads, what is seen
@@ -56,14 +53,23 @@ def test_it_streams(name: str) -> None:
     compare(Decoder(how, groups).double(), batch(), chunk_size=6, loss_chunk_size=5, also=(1,), attention=seen, streams=True)
 
 
-def test_what_no_kernel_of_ours_does_is_left_alone() -> None:
-    """Scores that are capped: the operator runs whole, and says so."""
-    model, given = Decoder({"causal": True, "softcap": 30.0}, 2).double(), batch()
-    backend = recorder(chunk_size=6, loss_chunk_size=5)
-    with torch.no_grad():
-        found = torch.compile(model, backend=backend)(**given)
-        torch.testing.assert_close(found, model(**given))
-    assert any("flash_attn" in reason for facts in backend.facts for reason in facts.reasons())
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(2)}, {"dropout_p": 0.1}])
+def test_what_no_kernel_of_ours_does_is_left_alone(asked: dict[str, Any]) -> None:
+    """The operator runs whole, and the reason names what is asked."""
+
+    def function(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 8))
+        return flash_attn_func(heads, heads * 2, heads, causal=True, **asked).square().sum()
+
+    x, backend = torch.randn(2, LENGTH, 16, dtype=torch.float64), recorder(chunk_size=6)
+    compiled = torch.compile(function, backend=backend)
+    if "softcap" in asked:
+        torch.testing.assert_close(compiled(x), function(x))
+    else:  # nor does the stand-in
+        with pytest.raises(AssertionError):
+            compiled(x)
+    (name,) = asked
+    assert any(name in str(facts.failed) or name in " ".join(facts.reasons()) for facts in backend.facts)
 
 
 def test_keys_before_the_rows_are_left_alone() -> None:
@@ -77,3 +83,72 @@ def test_keys_before_the_rows_are_left_alone() -> None:
     (wanted,) = torch.autograd.grad(function(x), x)
     (found,) = torch.autograd.grad(torch.compile(function, backend=recorder(chunk_size=6))(x), x)
     torch.testing.assert_close(found, wanted)
+
+
+# -- documents, one after the other
+
+PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows
+PACKED: dict[str, tuple[dict[str, Any], int, set[str]]] = {
+    "causal": ({"causal": True}, 2, {"causal"}),
+    "grouped": ({"causal": True, "softmax_scale": 0.3}, 1, {"causal"}),
+    "window": ({"causal": True, "window_size": (4, 4)}, 2, {"window(5)"}),
+    "window to both sides": ({"window_size": (4, 2)}, 1, {"band([s-4, e+2))"}),
+    "all of a document": ({}, 2, {"masked"}),
+}
+
+
+class PackedDecoder(Decoder):
+    """The same over one row of documents. Keys' ends are a copy of the rows' ends, or a tensor of the caller's."""
+
+    def forward(self, ids: Tensor, labels: Tensor, ends: Tensor, others: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = self.embed(ids[0])
+        key, value = self.keys(x).unflatten(-1, (2, self.groups, -1)).unbind(1)
+        query, others = self.query(x).unflatten(-1, (2, -1)), ends.clone() if others is None else others
+        x = x + flash_attn_varlen_func(query, key, value, ends, others, LENGTH, LENGTH, **self.how).flatten(1)
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(self.head(x), labels[0])
+
+
+def packed(*ends: list[int]) -> dict[str, Tensor]:
+    tensors = {name: torch.tensor(own, dtype=torch.int32) for name, own in zip(("ends", "others"), ends, strict=False)}
+    return {**{name: torch.randint(0, VOCABULARY, (1, ends[0][-1])) for name in ("ids", "labels")}, **tensors}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("ends", [PLAIN_ENDS, GAPS], ids=["documents", "some of them empty"])
+def test_documents_stream(name: str, ends: list[int]) -> None:
+    how, groups, seen = PACKED[name]
+    compare(
+        PackedDecoder(how, groups).double(),
+        packed(ends),
+        chunk_size=6,
+        loss_chunk_size=5,
+        also=(1,),
+        attention=seen,
+        streams=True,
+    )
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    "others", [PLAIN_ENDS, [0, 6, 7, 8, LENGTH], [0, 1, 8, 20, LENGTH]], ids=["equal", "shorter and longer", "other lengths"]
+)
+def test_ends_that_nothing_proves_equal(name: str, others: list[int]) -> None:
+    """They stream too, and a document's keys may be more or fewer than its rows: both end together."""
+    how, groups, _ = PACKED[name]
+    model, given = PackedDecoder(how, groups).double(), packed(PLAIN_ENDS, others)
+    compare(model, given, chunk_size=6, loss_chunk_size=5, also=(1,), attention={"masked"}, streams=True)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
+def test_packed_rows_of_changing_number(apart: bool) -> None:
+    """One graph for all numbers of rows and of documents that are no larger."""
+    model, backend = PackedDecoder({"causal": True}, 2).double(), recorder(chunk_size=6, loss_chunk_size=5)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for ends in ([0, 4, 5, 11, LENGTH], [0, 7, LENGTH - 3], [0, 3, 17, LENGTH]):
+        given = packed(ends, ends) if apart else packed(ends)
+        wanted = torch.autograd.grad(model(**given), list(model.parameters()))
+        found = torch.autograd.grad(compiled(**given), list(model.parameters()))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert len(backend.compilations) == 1 and not backend.facts[0].reasons()

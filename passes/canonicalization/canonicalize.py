@@ -71,6 +71,7 @@ TABLE: tuple[Equation, ...] = (
     attention_with_sink.attention_with_a_sink,
     fused.attention_of_a_device,
     flash_package.attention_of_the_flash_package,
+    flash_package.packed_attention_of_the_flash_package,
     grouped.heads_repeated_for_groups,
 )
 WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)

@@ -1,14 +1,15 @@
 """The flash-attn package's operators as the one operator for all devices' attention.
 
-They take heads as [b m h d], align a causal mask and a window at the last row and key, and the backward writes into gradients
-that it is given (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Both halves change together, or neither.
+They take heads as [b m h d], or of packed sequences as [m h d], align a causal mask and a window at the last row and key, and the
+backward writes into gradients that it is given (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Both halves change together, or
+neither.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,106 +17,180 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.documents import Seen, bias, in_documents
 from streamfx.passes.canonicalization.equation import equation, results_in_use
+from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
 aten = torch.ops.aten
 
-FORWARD, BACKWARD = "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_backward"
 HOW = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 GRADIENTS = ("dq", "dk", "dv")
 READ = ("dout", "q", "k", "v", "out", "softmax_lse", "rng_state", "deterministic", *HOW)
 WRITTEN = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # as functionalization names what is written
 OUT, LSE, STATE = 0, 1, 3  # results
 
+# What no kernel of ours does, by argument; and what the argument is where it asks for nothing.
+BEYOND: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_softmax": False,
+    "block_table": None,
+    "leftpad_k": None,
+    "seqused_k": None,
+    "zero_tensors": False,
+}
+WHOLE = "{operator} with {found}, which streamfx has no kernel for: as flex_attention, or spelled out, it streams"
 
-@equation(FORWARD)
+
+@dataclass(frozen=True)
+class Form:
+    """One of the package's two pairs of operators: how heads stand in it, and what is seen."""
+
+    backward: str
+    read: tuple[str, ...]  # by the backward, beside what both forms' read
+    rows: int  # the dimension of heads that rows run along
+    turned: Callable[[Any, GraphWriter], fx.Node]  # heads as [b h m d]
+    restored: Callable[[Any, GraphWriter], fx.Node]  # and back
+    lse: Callable[[Any, GraphWriter], fx.Node]  # the log-sum-exp [b h m] as the package has it
+    options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
+
+
+@equation("flash_attn::_flash_attn_forward")
 def attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash(q [b m h d], k, v, causal=True) -> out, lse           ->   attention(q [b h m d], k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, dq=empty, dk, dv)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 
     Without dropout, softcap and slopes; as many keys as rows, where not all are seen. A window becomes a mask.
     """
+    return _rewritten(node, DENSE, writer)
+
+
+@equation("flash_attn::_flash_attn_varlen_forward")
+def packed_attention_of_the_flash_package(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+    """flash_varlen(q [m h d], k, v, ends, ends, causal=True) -> out, lse   ->   attention(q [1 h m d], k, v, mask of documents)
+
+    Row m is of the document whose number is how many ends are at most m; what the package leaves unwritten, rows of no document,
+    may be anything. The longest length that a call names is no part of what it computes.
+    """
+    return _rewritten(node, PACKED, writer)
+
+
+def _rewritten(node: fx.Node, form: Form, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     arguments, parts = bound_arguments(node), results_in_use(node)
-    backwards = None if parts is None else _backwards(arguments, parts)
-    if parts is None or backwards is None or not _is_plain(arguments):
+    beyond = _beyond(arguments, form)
+    if beyond:
+        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found=beyond)
         return None
-    heads = [_turned(arguments[name], writer) for name in ("q", "k", "v")]
-    options = _options(arguments, writer)
+    backwards = None if parts is None else _backwards(arguments, parts, form)
+    if parts is None or backwards is None:
+        return None
+    heads = [form.turned(arguments[name], writer) for name in ("q", "k", "v")]
+    options = form.options(arguments, writer)
     made = writer.call(ATTENTION, *heads, **options)
     out, lse = (writer.call(operator.getitem, made, i) for i in range(2))
-    found = dict.fromkeys(parts.get(LSE, ()), lse)
-    found |= dict.fromkeys(parts.get(OUT, ()), _turned(out, writer))
+    found = dict.fromkeys(parts.get(LSE, ()), form.lse(lse, writer))
+    found |= dict.fromkeys(parts.get(OUT, ()), form.restored(out, writer))
     for other in backwards:
         writer.before(other)
-        gradient = _turned(other.kwargs["dout"], writer)
+        gradient = form.turned(other.kwargs["dout"], writer)
         made = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
         for position, users in (results_in_use(other) or {}).items():
-            turned = _turned(writer.call(operator.getitem, made, position - 1), writer)
-            found |= dict.fromkeys(users, turned)
+            own = form.restored(writer.call(operator.getitem, made, position - 1), writer)
+            found |= dict.fromkeys(users, own)
     return found
 
 
-def _is_plain(arguments: Mapping[str, Any]) -> bool:
-    rows, keys = (shape_of_node(arguments[name])[1] for name in ("q", "k"))
+def _beyond(arguments: Mapping[str, Any], form: Form) -> str:
+    """What a call asks for that kernels of ours do not do; nothing if they do all."""
+    for name, nothing in BEYOND.items():
+        if arguments.get(name, nothing) != nothing:
+            return f"{name}={arguments[name]}"
+    rows, keys = (shape_of_node(arguments[name])[form.rows] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
-    return (
-        arguments["q"].meta["val"].device.type in KERNELS
-        and arguments["dropout_p"] == arguments["softcap"] == 0.0
-        and arguments["alibi_slopes"] is None
-        and not arguments["return_softmax"]
-        and (sees_all or rows == keys)
-    )
+    if rows != keys and not (sees_all and form is DENSE):
+        return "other keys than rows, and a mask that ends at the last ones"
+    device = arguments["q"].meta["val"].device.type
+    return "" if device in KERNELS else f"tensors on {device}"
 
 
-def _backwards(arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]]) -> list[fx.Node] | None:
+def _backwards(arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], form: Form) -> list[fx.Node] | None:
     """The backward calls; None where results go anywhere else than one of theirs may."""
     inner = {user for position, group in parts.items() if position != OUT for part in group for user in part.users}
-    if any(not _is_backward_of(user, arguments, parts) for user in inner) or set(parts) - {OUT, LSE, STATE}:
+    if any(not _is_backward_of(user, arguments, parts, form) for user in inner) or set(parts) - {OUT, LSE, STATE}:
         return None
     return sorted(inner)
 
 
-def _is_backward_of(node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]]) -> bool:
-    if node.target is not AUTO_FUNCTIONALIZED or not isinstance(node.args[0], OpOverload) or node.args[0].name() != BACKWARD:
+def _is_backward_of(node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], form: Form) -> bool:
+    target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else None
+    if not isinstance(target, OpOverload) or target.name() != form.backward:
         return False
     own = node.kwargs
-    if not set(own) <= {*READ, *WRITTEN} or any(own[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS)):
+    known = {*READ, *WRITTEN, *form.read, "zero_tensors"}
+    if (
+        not set(own) <= known
+        or own.get("zero_tensors")
+        or any(own[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
+    ):
         return False
-    same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW))
+    same = all(own[name] == forward[name] for name in ("q", "k", "v", *HOW, *form.read))
     linked = own["out"] in parts.get(OUT, ()) and own["softmax_lse"] in parts.get(LSE, ())
     results = results_in_use(node)
     is_known = own["rng_state"] in (None, *parts.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
     return same and linked and is_known
 
 
-def _options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+# -- dense: [b m h d]
+
+
+def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.transpose.int, heads, 1, 2)
+
+
+def _as_it_is(value: fx.Node, _: GraphWriter) -> fx.Node:
+    return value
+
+
+def _seen(arguments: Mapping[str, Any]) -> Seen:
+    return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
+
+
+def _of_one(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
     scale = {"scale": arguments["softmax_scale"]}
-    left, right = arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
+    left, right = _seen(arguments)
     if left < 0 and right <= 0:
         return scale if right < 0 else {"is_causal": True, **scale}
-    return {"attn_mask": _mask(left, right, arguments, writer), **scale}
+    size = size_arguments(arguments["q"], writer)[1]
+    return {"attn_mask": bias(arguments["q"], size, (left, right), writer), **scale}
 
 
-def _mask(left: int, right: int, arguments: Mapping[str, Any], writer: GraphWriter) -> fx.Node:
-    """Zero for keys of the window, minus infinity for others: [1 1 m n]."""
-    query, call = arguments["q"], writer.call
-    like = {"dtype": query.meta["val"].dtype, "device": query.meta["val"].device}
-    size = size_arguments(query, writer)[1]
-    rows, keys = (call(aten.arange.default, size, device=like["device"]) for _ in range(2))
-    delta = call(
-        aten.sub.Tensor, call(aten.reshape.default, keys, [1, 1, 1, size]), call(aten.reshape.default, rows, [1, 1, size, 1])
-    )
-    shown, hidden = (call(aten.full.default, [], number, **like) for number in (0.0, -math.inf))
-    bounds = [(aten.le.Scalar, right)] if right >= 0 else []
-    bounds += [(aten.ge.Scalar, -left)] if left >= 0 else []
-    mask = shown
-    for compare, bound in bounds:
-        mask = call(aten.where.self, call(compare, delta, bound), mask, hidden)
-    return mask
+DENSE = Form("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _as_it_is, _of_one)
 
 
-def _turned(heads: Any, writer: GraphWriter) -> fx.Node:
-    """[b m h d] as [b h m d], and back."""
-    return writer.call(aten.transpose.int, heads, 1, 2)
+# -- packed: [m h d]
+
+
+def _as_a_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.transpose.int, writer.call(aten.unsqueeze.default, heads, 0), 1, 2)
+
+
+def _without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+    return _first(writer.call(aten.transpose.int, heads, 1, 2), writer)
+
+
+def _first(value: Any, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.squeeze.dim, value, 0)
+
+
+def _of_documents(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
+    size = size_arguments(arguments["q"], writer)[0]
+    ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+    mask = in_documents(arguments["q"], size, _seen(arguments), ends, writer)
+    return {"attn_mask": mask, "scale": arguments["softmax_scale"]}
+
+
+PACKED = Form("flash_attn::_flash_attn_varlen_backward", ENDS, 0, _as_a_batch, _without_batch, _first, _of_documents)

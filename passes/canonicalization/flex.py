@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.sizes import size_of
-from streamfx.ir.writer import GraphWriter
+from streamfx.ir.writer import GraphWriter, held_size
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.canonicalization.score_functions import CannotWriteOut, Lifted, summed, written_out
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
@@ -95,10 +94,10 @@ class _Call:
         """A size as an argument: a number, or the node that holds it."""
         if isinstance(size, int):
             return size
-        for node in self.node.graph.find_nodes(op="placeholder"):
-            if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == size_of(size):
-                return node
-        raise CannotWriteOut("a size that is no input")
+        held = held_size(size, self.node.graph)
+        if held is None:
+            raise CannotWriteOut("a size that is no input")
+        return held
 
     def applied(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
         return written_out(function.meta["streamfx_graph"], list(arguments), self.writer)

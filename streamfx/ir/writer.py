@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.ir.sizes import size_of
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -48,9 +49,18 @@ class GraphWriter:
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """The sizes of a value as arguments: numbers, or nodes that read those that are dynamic."""
+    """The sizes of a value as arguments: numbers, or nodes that hold those that are dynamic: inputs, else ones that read them."""
     shape = node.meta["val"].shape
-    return [size if isinstance(size, int) else writer.call(aten.sym_size.int, node, dim) for dim, size in enumerate(shape)]
+    return [
+        size if isinstance(size, int) else held_size(size, writer.graph) or writer.call(aten.sym_size.int, node, dim)
+        for dim, size in enumerate(shape)
+    ]
+
+
+def held_size(size: Any, graph: fx.Graph) -> fx.Node | None:
+    """The input that is this dynamic size: what is made of it depends on no value of the graph."""
+    inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt))
+    return next((node for node in inputs if size_of(node.meta["val"]) == size_of(size)), None)
 
 
 def stride_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:

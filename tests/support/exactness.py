@@ -352,7 +352,7 @@ def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[
         does = bool(rewritten) and not reasons
         assert does == streams, f"streams: {does} instead of {streams}; {len(rewritten)} graphs rewritten; {reasons}"
     if attention is not None:
-        verdicts = {verdict for one in facts if one.causality is not None for verdict in one.causality.verdicts.values()}
+        verdicts = {verdict for one in facts if (known := one.found_causality) for verdict in known.verdicts.values()}
         assert verdicts == attention, f"attention {verdicts} instead of {attention}"
 
 

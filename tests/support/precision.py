@@ -20,7 +20,13 @@ WIDENED = (
     (re.compile(r"\.float\(\)"), ".double()"),
 )
 WIDENED_PACKAGES = ("transformers", "x_transformers", "litgpt", "torchtitan")
-LEFT_ALONE = ("transformers.utils", "transformers.modeling_utils", "transformers.conversion")
+LEFT_ALONE = (
+    "transformers.utils",
+    "transformers.modeling_utils",
+    "transformers.conversion",
+    "transformers.modeling_flash_attention_utils",  # these two ask whether heads are float32, to make them something else
+    "transformers.integrations.flash_attention",
+)
 
 
 class _WideningLoader(importlib.machinery.SourceFileLoader):

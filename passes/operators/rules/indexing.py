@@ -36,6 +36,14 @@ def embedding_dense_backward(call: Call) -> Signature | None:
     return Signature(((*index, width), index), ((vocabulary, width),), index=whole(*vocabulary))
 
 
+@rule(aten.bucketize.Tensor)
+def bucketize(call: Call) -> Signature:
+    """Between which boundaries a number lies: each has to be compared with all of them."""
+    rank = len(call.shape)
+    numbers = tuple((i,) for i in range(rank))
+    return Signature((numbers, ((rank,),)), (numbers,), index=whole(rank))
+
+
 @rule(aten.gather.default)
 def gather(call: Call) -> Signature | None:
     """The indexed dimension is needed whole; all others must run along together."""

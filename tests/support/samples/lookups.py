@@ -11,6 +11,7 @@ aten = torch.ops.aten
 sample(aten.embedding.default)(lambda s: (s.draw(s.v, s.d), s.integers(s.v, s.b, s.t)))
 sample(aten.embedding.default)(lambda s: (s.draw(s.v, s.d), s.integers(s.v, s.t), 0))
 sample(aten.embedding_dense_backward.default)(lambda s: (s.draw(s.b, s.t, s.d), s.integers(s.v, s.b, s.t), s.v, 0, False))
+sample(aten.bucketize.Tensor)(lambda s: (s.draw(s.b, s.t), s.draw(s.v).sort().values, {"right": True}))
 sample(aten.gather.default)(lambda s: (s.draw(s.b, s.t, s.v), -1, s.integers(s.v, s.b, s.t, 1)))
 sample(aten.gather.default)(lambda s: (s.draw(s.b, s.t), 1, s.integers(s.t, s.b, s.k)))
 sample(aten.scatter_add.default, aten.scatter.src)(
