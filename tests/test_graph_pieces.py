@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.ir.facts import known
+from streamfx.passes.analysis.axes import _feature_axes
 from tests.support import decoders, hf
 from tests.support.exactness import TOLERANCE, Recorder, assert_small, check_streamed, compare, errors, outcome, recorder
 
@@ -164,3 +166,29 @@ def test_a_graph_of_positions_is_no_stage() -> None:
     stages = streamfx.explain(Broken(), ids=ids, labels=ids).stages
     assert len(report.recorder.compilations) > 1
     assert stages and all(stage.kind == "streamed" for stage in stages)
+
+
+class WithSinks(nn.Module):
+    """Attention whose result is weighed by a sink per head, which is joined to the log-sum-exp of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.sinks = nn.Linear(8, 24, bias=False), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT).masked_fill(later, float("-inf"))
+        lse = scores.logsumexp(-1, keepdim=True)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], 1)
+        share = (lse - torch.cat([lse, sinks], -1).logsumexp(-1, keepdim=True)).exp()
+        return x + (scores.softmax(-1) @ v * share).transpose(1, 2).flatten(2)
+
+
+def test_a_weight_repeated_for_each_row_is_no_width() -> None:
+    """Else the rows that it is repeated for would be those of a weight, and there might be no sequence."""
+    model, given = nn.Sequential(WithSinks(), WithSinks()), torch.randn(2, LENGTH, 8, dtype=torch.float64, requires_grad=True)
+    backend = check(model, (given,), lambda own, backend: own.compile(backend=backend))
+    (facts,) = backend.facts
+    sequence = known(facts.axes.sequence)
+    assert sequence.main not in _feature_axes(facts.joint, facts.axes)

@@ -305,18 +305,23 @@ def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
 
 
 def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight."""
+    """Axes of the weights that products contract: widths. A mask or a table of positions kept as a buffer is no such weight.
+
+    Along an axis that it is repeated for, as a sink is for each row, a weight is no wider.
+    """
     parameters = {node for node in joint.primals if is_tensor(node) and _is_parameter_like(node, joint)}
     found: set[Atom] = set()
+    repeated: set[Atom] = set()
     for node in (node for node in joint.nodes if node in joint.forward):
         operands = tensor_operands(node)
         if operands and all(operand in parameters for operand in operands):
             parameters.add(node)
+            repeated |= _atoms(node, axes) - _atoms(operands[0], axes) if node.target is aten.expand.default else set()
         elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
             contracted = signature.contracted()
             for operand, shape in zip(operands, signature.operands, strict=True):
                 if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
-                    found |= _atoms(operand, axes)
+                    found |= _atoms(operand, axes) - repeated
     return found
 
 
