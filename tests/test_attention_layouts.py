@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import kernels
+from streamfx.runtime import cuda_attention, kernels
 from streamfx.runtime import plain_attention as plain
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import TOLERANCE, relative_error
@@ -151,6 +151,33 @@ def test_plain_attention_is_autograd_s() -> None:
         found = plain.backward(case.gradient, *case.heads, out, lse, *case.how)
         for a, b in zip((out, *found), (truth.detach(), *(leaf.grad for leaf in leaves)), strict=True):
             assert b is not None and relative_error(a, b, floor=1.0) < TOLERANCE, (seed, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_plain_attention_of_half_types(dtype: torch.dtype) -> None:
+    """In float32, and rounded once."""
+    for seed in range(10):
+        case = drawn(seed)
+        given, made = [item.to(dtype) for item in (*case.heads, case.gradient)], []
+        for q, k, v, gradient in ([item.double() for item in given], given):
+            bias = None if case.bias is None else case.bias.to(dtype).to(q.dtype)
+            out, lse = plain.forward(q, k, v, bias, case.causal, case.scale)
+            made.append((lse, out, *plain.backward(gradient, q, k, v, out, lse, bias, case.causal, case.scale)))
+        wanted, found = made
+        assert [item.dtype for item in found] == [torch.float32, *[dtype] * 4]
+        for a, b in zip(found, wanted, strict=True):
+            assert relative_error(a.double(), b, floor=1.0) < 8 * torch.finfo(dtype).eps, (seed, case)
+
+
+@pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
+def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing's kernels know float16 and float32 alone, and refuse."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
+    cuda_attention._major.cache_clear()
+    chosen = [kernels._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    cuda_attention._major.cache_clear()
+    assert [one is kernels.PLAIN for one in chosen] == [is_plain, False, False]
 
 
 @pytest.mark.parametrize("rows", [1, 20])

@@ -58,6 +58,11 @@ def backward(
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
 
 
+def are_there(query: Tensor) -> bool:
+    """Whether the device has kernels for numbers of this type (sdp_utils.cpp: less_than_sm80_mem_efficient_dtypes)."""
+    return query.dtype != torch.bfloat16 or kind_of(query.device).capability[0] >= 8
+
+
 def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
     """Whether flash attention takes these, as `sdp_utils.cpp: use_flash_attention` has it."""
     if causal is True and query.shape[2] != key.shape[2]:

@@ -25,13 +25,14 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 class Kernels(NamedTuple):
     """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
 
-    `aligns_last` (q, k, v, scale): whether `causal` may be LAST.
+    `aligns_last` (q, k, v, scale): whether `causal` may be LAST. `are_there` (q): whether this device has them for q's type.
     """
 
     types: Collection[torch.dtype]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
     aligns_last: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+    are_there: Callable[[Tensor], bool] = lambda _: True
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
@@ -81,7 +82,7 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 def _kernels(query: Tensor) -> Kernels:
     """The device's, if they are made for numbers of this type."""
     made = KERNELS[kind_of(query.device).type]
-    return made if query.dtype in made.types else PLAIN
+    return made if query.dtype in made.types and made.are_there(query) else PLAIN
 
 
 def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,13 @@ def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
 
 KERNELS = {
     "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
-    "cuda": Kernels(cuda_attention.TYPES, cuda_attention.forward, cuda_attention.backward, cuda_attention.aligns_last),
+    "cuda": Kernels(
+        cuda_attention.TYPES,
+        cuda_attention.forward,
+        cuda_attention.backward,
+        cuda_attention.aligns_last,
+        cuda_attention.are_there,
+    ),
 }
 PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)
 

@@ -15,11 +15,12 @@ Causal: TypeAlias = bool | Literal["last"]
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Result [b h m e] and log-sum-exp [b h m]; a row that sees no key has the result 0."""
+    """Result [b h m e] and log-sum-exp [b h m]; a row that sees no key has the result 0. Half types are computed in float32."""
+    dtype, (query, key, value) = query.dtype, _wide(query, key, value)
     key, value = (for_all_heads(item, query) for item in (key, value))
     scores = _scores(query, key, bias, causal, scale)
     lse = scores.logsumexp(-1)
-    return _weights(scores, lse) @ value, lse
+    return (_weights(scores, lse) @ value).to(dtype), lse
 
 
 def backward(
@@ -34,11 +35,18 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
+    dtype, (gradient, query, key, value, out) = query.dtype, _wide(gradient, query, key, value, out)
     keys, values = (for_all_heads(item, query) for item in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
     inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
     dk, dv = inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-    return inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+    made = inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+    dq, dk, dv = (item.to(dtype) for item in made)
+    return dq, dk, dv
+
+
+def _wide(*items: Tensor) -> list[Tensor]:
+    return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
 
 
 def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
