@@ -385,6 +385,7 @@ def test_models_behind_other_callables_are_left_alone() -> None:
         (model, Trainer(model).loss),
         (model, lambda ids: Trainer(model).loss(ids)),
         (model, partial(model, labels=IDS)),
+        (model, (lambda step: lambda ids: 2 * step(ids))(lambda ids: model(ids, ids))),  # as a decorator wraps it
         (GLOBAL, lambda ids: GLOBAL(ids, ids)),
     ]
     for module, call in ways:

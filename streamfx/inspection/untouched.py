@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +24,8 @@ from streamfx.torch_private import (
     tree_map,
 )
 
+WRAPPED = (FunctionType, MethodType, functools.partial)
+
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     """The modules that a call is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
@@ -31,14 +33,17 @@ def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     return list(dict.fromkeys(part for module in roots for part in module.modules()))
 
 
-def _within(function: Any) -> list[Any]:
-    """What a call of a function can reach by name."""
+def _within(function: Any, around: tuple[Any, ...] = ()) -> list[Any]:
+    """What a call of a function can reach by name, and what functions can that it closes over: those that a decorator wraps."""
     if isinstance(function, functools.partial):
         given = [*function.args, *function.keywords.values()]
-        return [*_within(function.func), *given]
+        return [*_within(function.func, around), *given]
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     names, known = getattr(getattr(function, "__code__", None), "co_names", ()), getattr(function, "__globals__", {})
-    return [function, getattr(function, "__self__", None), *cells, *(known[name] for name in names if name in known)]
+    around = (*around, function)
+    inner = [cell for cell in cells if isinstance(cell, WRAPPED) and all(cell is not other for other in around)]
+    wrapped = [value for cell in inner for value in _within(cell, around)]
+    return [function, getattr(function, "__self__", None), *cells, *(known[name] for name in names if name in known), *wrapped]
 
 
 def _held(value: Any) -> list[nn.Module]:
