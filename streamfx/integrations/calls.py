@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from streamfx.backend import streambp
+from streamfx.integrations import packing
 from streamfx.torch_private.dynamo import cause_of, isolated
 
 CACHES = ("past_key_values", "cache_params")
@@ -27,8 +28,10 @@ class Calls:
     def __init__(self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.module, self.compiled, self.plain = module, 0, 0
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
-        self._whole = torch.compile(module._call_impl, backend=streambp, **keywords)
-        self._without_cache = torch.compile(_without_cache(module._call_impl), backend=streambp, **keywords)
+        self.asks = packing.asks(module)
+        told = packing.told if self.asks else _as_it_is
+        self._whole = torch.compile(told(module._call_impl), backend=streambp, **keywords)
+        self._without_cache = torch.compile(told(_without_cache(module._call_impl)), backend=streambp, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or generates(kwargs):
@@ -37,6 +40,7 @@ class Calls:
         self.compiled += 1
         keeps_cache = not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
         call = self._whole if keeps_cache else self._without_cache
+        args = (packing.found_in(args, kwargs), *args) if self.asks else args
         with in_one_graph(), without_checkpointing(self.module):
             try:
                 return call(*args, **kwargs)
@@ -45,6 +49,10 @@ class Calls:
                 if cause is None:
                     raise
         raise cause  # out here: not "during handling" of the compiler's error, which only wraps it
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def generates(arguments: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamfx.errors import IntegrationError, OptionError
+from streamfx.integrations import packing
 from streamfx.integrations.calls import Calls
 from streamfx.integrations.targets import Target
 from streamfx.options import checked
@@ -29,6 +30,8 @@ class Enabled:
         self.calls = {target.name: Calls(target.module, self.options, dynamic) for target in targets}
         for target in targets:
             target.module._compiled_call_impl = self.calls[target.name]
+            if self.calls[target.name].asks:
+                packing.listen()
             if target.head is not None:
                 target.head.narrow()
 
@@ -37,6 +40,8 @@ class Enabled:
         for target in self.targets:
             if target.module._compiled_call_impl is self.calls[target.name]:
                 target.module._compiled_call_impl = None
+                if self.calls[target.name].asks:
+                    packing.forget()
                 if target.head is not None:
                     target.head.restore()
 

@@ -48,6 +48,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_autograd",
     "asked_gradients",
+    "assert_true",
     "compile_for_one_size",
     "compile_whole",
     "default_partition",
@@ -85,6 +86,11 @@ DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
 ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
 AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # 2.11, 2.13: an operator that writes, as one that does not
 SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
+
+
+def assert_true(condition: torch.Tensor, otherwise: str) -> None:
+    """Raise an error with this text when a step finds that it is not so; in a graph, too (2.11, 2.13)."""
+    torch._assert_async(condition, otherwise)
 
 
 def keep_saved_tensors() -> None:

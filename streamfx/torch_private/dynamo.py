@@ -157,6 +157,12 @@ def quiet_tracer() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, for whose first dimension a graph should be for all lengths at once (2.11, 2.13)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
 @contextmanager
 def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.

@@ -1,0 +1,113 @@
+"""Where do documents begin in a row of several? Looked up once for a call, and not in each layer.
+
+transformers' flash attention asks the numbers of `position_ids` in each layer, where a batch has one row: do they begin anew, and
+where? A branch on data cuts the graph, so that each layer would be pieces of its own, with what crosses between them kept in
+full. While a model is enabled, the call is asked: its `position_ids`, or none, which is one document. In the graph it is asserted
+that a layer would have found the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from streamfx.torch_private import assert_true
+from streamfx.torch_private.dynamo import of_any_length
+
+Found: TypeAlias = "bool | Tensor | None"
+"""False: each row is one document. A tensor: where documents of the only row begin, and where it ends. None: not known."""
+
+ASKS = "transformers.modeling_flash_attention_utils"
+IS_PACKED, PREPARE, ENDS = "_is_packed_sequence", "_prepare_from_posids", "prepare_fa_kwargs_from_position_ids"
+USES = "_attn_implementation"
+OTHERWISE = (
+    "the model made position_ids of its own, by which documents begin elsewhere than by those that the call was given: "
+    "give the call the position_ids, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
+)
+
+
+class _Call:
+    """What is known of the call that is being traced."""
+
+    found: Found = None
+
+
+_call = _Call()
+_before: list[dict[str, Any]] = []  # transformers' own functions, once for each enabled module
+
+
+def asks(module: nn.Module) -> bool:
+    """Whether layers of a module may ask."""
+    known = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
+    configs = (getattr(part, "config", None) for part in module.modules())
+    return known.keys() >= {IS_PACKED, PREPARE, ENDS} and any("flash" in str(getattr(config, USES, None)) for config in configs)
+
+
+def listen() -> None:
+    """Answer in the place of transformers; what is called otherwise than by `told` asks as before."""
+    names = vars(sys.modules[ASKS])
+    _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS)})
+    names.update({IS_PACKED: _is_packed, PREPARE: _prepared})
+
+
+def forget() -> None:
+    """Undo one `listen`."""
+    before = _before.pop()
+    if not _before:
+        vars(sys.modules[ASKS]).update(before)
+
+
+def told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that is traced with what was found, which comes first."""
+
+    def call(found: Found, *args: Any, **kwargs: Any) -> Any:
+        _call.found = found
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _call.found = None
+
+    return call
+
+
+def found_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
+    """What a call's arguments say, as a layer would read it."""
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        return False if len(args) <= 1 else None  # they may be among the others
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not _before:
+        return None
+    with torch.no_grad():
+        if not bool(_before[0][IS_PACKED](positions, positions.shape[0])):
+            return False
+        (ends, _), _ = _before[0][ENDS](positions)
+    return of_any_length(ends)
+
+
+# -- in the place of transformers' functions
+
+
+def _is_packed(position_ids: Any, batch_size: Any) -> Any:
+    is_packed, found = _before[0][IS_PACKED](position_ids, batch_size), _call.found
+    if not isinstance(is_packed, Tensor) or not torch.compiler.is_compiling() or found is None:
+        return is_packed
+    if found is False:
+        assert_true(~is_packed, OTHERWISE)
+        return False
+    return True
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
+    ends = _call.found
+    if not isinstance(ends, Tensor) or not torch.compiler.is_compiling():
+        return _before[0][PREPARE](query, key, value, position_ids)
+    rows = torch.arange(position_ids.numel(), device=ends.device)
+    begins = torch.bucketize(rows, ends, right=True) != torch.bucketize(rows, ends)
+    assert_true((begins == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
+    heads = tuple(item.reshape(-1, *item.shape[-2:]) for item in (query, key, value))
+    longest = heads[0].shape[0]  # none is longer, and more is not asked
+    return *heads, (ends, ends.clone()), (longest, longest)  # of one tensor in two places Dynamo (2.13) makes no graph
