@@ -43,7 +43,7 @@ BEYOND: dict[str, Any] = {
     "seqused_k": None,
     "zero_tensors": False,
 }
-WHOLE = "{operator} with {found}, which streamfx has no kernel for: as flex_attention, or spelled out, it streams"
+WHOLE = "{operator} with {found}: streamfx has no such kernel, and what flex_attention or plain operators say streams"
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def _rewritten(node: fx.Node, form: Form, writer: GraphWriter) -> dict[fx.Node, 
         return None
     backwards = None if parts is None else _backwards(arguments, parts, form)
     if parts is None or backwards is None:
+        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found="results that more than its own backward takes")
         return None
     heads = [form.turned(arguments[name], writer) for name in ("q", "k", "v")]
     options = form.options(arguments, writer)

@@ -5,58 +5,127 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from streamfx.cost.memory import Cost
+from streamfx.cost.meter import Meter
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
+from streamfx.integrations import packing
 from streamfx.ir.facts import known
 from streamfx.planner.models import configuration, language_model, loss_of
+from streamfx.runtime import kernels, plain_attention
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
+from tests.support.flash_package import for_transformers
+
+DOCUMENTS = 5
 
 
-def model_of(name: str, layers: int, attention: str | None) -> Any:
-    """A language model of a real configuration with fewer layers."""
-    config = configuration(name)
+def model_of(source: Any, layers: int, attention: str | None) -> Any:
+    """A language model of a real configuration, or of the given one, with fewer layers: one of each kind, where kinds differ."""
+    config = configuration(source)
     config = getattr(config, "get_text_config", lambda: config)()
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    if isinstance(source, str):
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = [*dict.fromkeys(config.layer_types), *config.layer_types][:layers]
     if attention is not None:
         config._attn_implementation = attention
     return language_model(config, torch.bfloat16, "meta")
 
 
+def inputs_of(given: str, batch: int, length: int) -> dict[str, Any]:
+    """Ids and labels; with a padding mask, positions that begin anew with each document, or where documents end."""
+    ids = torch.zeros(batch, length, dtype=torch.int64, device="cuda")
+    plain: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if given == "mask":
+        return {**plain, "attention_mask": torch.ones_like(ids)}
+    if given == "positions":
+        return {**plain, "position_ids": torch.zeros_like(ids)}
+    if given == "ends":
+        ends = {f"cu_seq_lens_{name}": _ends() for name in "qk"}
+        return {**plain, **ends, "max_length_q": length, "max_length_k": length}
+    assert given == "plain"
+    return plain
+
+
+def _ends() -> Tensor:
+    return torch.zeros(DOCUMENTS + 1, dtype=torch.int32, device="cuda")
+
+
+def known_numbers(given: str) -> AbstractContextManager[Any]:
+    """What transformers asks of a mask's numbers, which here it has not: that it hides something."""
+    from transformers import masking_utils
+
+    return patch.object(masking_utils, "fast_all", lambda mask: False) if given == "mask" else nullcontext()
+
+
+@contextmanager
+def noted_kernels() -> Iterator[Counter[str]]:
+    """The attention kernels that programs call while they are followed."""
+    found: Counter[str] = Counter()
+    count = Meter._count
+
+    def noted(self: Meter, func: Any, *others: Any) -> None:
+        name = func.name() if hasattr(func, "name") else ""
+        if name.startswith("aten::_scaled_dot_product"):
+            found[name.removeprefix("aten::_scaled_dot_product_").removesuffix("_backward").removesuffix("_attention")] += 1
+        count(self, func, *others)
+
+    def plain(*arguments: Any) -> tuple[Tensor, Tensor]:
+        found["plain"] += 1
+        return plain_attention.forward(*arguments)
+
+    with patch.object(Meter, "_count", noted), patch.object(kernels, "PLAIN", kernels.PLAIN._replace(forward=plain)):
+        yield found
+
+
 def report(
-    model: str,
+    model: Any,
     layers: int = 2,
     length: int = 8192,
+    batch: int = 1,
     device: str = "h100",
     attention: str | None = None,
-    mask: bool = False,
+    given: str = "plain",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`)."""
     card = Device(device)
     card.install()
-    made = model_of(model, layers, attention)
-    with FakeTensorMode():
-        ids = torch.zeros(1, length, dtype=torch.int64, device="cuda")
-        inputs = {"input_ids": ids, "labels": ids, **({"attention_mask": torch.ones_like(ids)} if mask else {})}
-    call = traced(loss_of(made), (), inputs, options or {}, False)
+    with for_transformers(), known_numbers(given):
+        step = loss_of(model_of(model, layers, attention))
+        with FakeTensorMode():
+            inputs = inputs_of(given, batch, length)
+            found = _ends() if given == "positions" else False
+        is_told = attention == "flash_attention_2" and batch == 1 and given != "ends"
+        if is_told:  # as `streamfx.integrations.enable` has it
+            packing.listen()
+        call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
     explanation = Explanation(call)
     streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
-    costs: list[Cost] = explanation.costs
+    with noted_kernels() as called:
+        costs: list[Cost] = explanation.costs
     return {
         "chosen": dict(Counter(card.chosen)),
+        "kernels": dict(called),
         "stopped": call.stopped,
+        "breaks": [item.reason for item in call.breaks],
+        "graphs": len(call.graphs),
+        "failed": [facts.failed for facts in streamed if facts.failed],
         "reasons": [reason for facts in streamed for reason in facts.reasons()],
         "verdicts": sorted({verdict for facts in streamed for verdict in facts.causality.verdicts.values()}),
         "loops": [loop_report(loop) for facts in streamed for loop in known(facts.program).loops],
         "flops": sum(cost.flops for cost in costs),
+        "streamed": sum(cost.streamed_flops for cost in costs) / max(sum(cost.flops for cost in costs), 1),
         "moved": sum(cost.moved for cost in costs),
         "launches": sum(cost.launches for cost in costs),
         "peak": max(cost.peak for cost in costs),
