@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +24,7 @@ Seen: TypeAlias = "tuple[int, int]"
 def bias(query: fx.Node, size: Any, seen: Seen, writer: GraphWriter) -> fx.Node:
     """Zero for keys of the window, minus infinity for others: [1 1 m n] for as many keys as rows."""
     rows, keys = (_numbers(query, size, writer) for _ in range(2))
-    return _windowed(rows, keys, size, seen, query, writer)
+    return _added(_window(*_facing(rows, keys, size, writer), seen, writer), query, writer)
 
 
 def in_documents(query: fx.Node, size: Any, seen: Seen, ends: tuple[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
@@ -36,9 +38,8 @@ def in_documents(query: fx.Node, size: Any, seen: Seen, ends: tuple[fx.Node, fx.
     of_row, of_key = (call(aten.bucketize.Tensor, place, own, right=True) for place, own in zip((rows, keys), ends, strict=True))
     if not _are_one_value(*ends):
         rows, keys = _before_the_end(rows, of_row, ends[0], writer), _before_the_end(keys, of_key, ends[1], writer)
-    shown = _windowed(rows, keys, size, seen, query, writer)
     are_same = call(aten.eq.Tensor, *_facing(of_row, of_key, size, writer))
-    return call(aten.where.self, are_same, shown, _number(-math.inf, query, writer))
+    return _added([are_same, *_window(*_facing(rows, keys, size, writer), seen, writer)], query, writer)
 
 
 def _are_one_value(first: fx.Node, second: fx.Node) -> bool:
@@ -63,26 +64,27 @@ def _before_the_end(places: fx.Node, documents: fx.Node, ends: fx.Node, writer: 
     return call(aten.sub.Tensor, places, call(aten.index.Tensor, padded, [documents]))
 
 
-def _windowed(rows: fx.Node, keys: fx.Node, size: Any, seen: Seen, query: fx.Node, writer: GraphWriter) -> fx.Node:
-    call, (left, right) = writer.call, seen
-    shown, hidden = (_number(number, query, writer) for number in (0.0, -math.inf))
-    bounds = [(aten.le.Scalar, right)] if right >= 0 else []
-    bounds += [(aten.ge.Scalar, -left)] if left >= 0 else []
-    if not bounds:
-        return shown
-    facing = _facing(rows, keys, size, writer)
-    delta, mask = call(aten.sub.Tensor, facing[1], facing[0]), shown
-    for compare, bound in bounds:
-        mask = call(aten.where.self, call(compare, delta, bound), mask, hidden)
-    return mask
-
-
 def _facing(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
     """What is known of rows [1 1 m 1] and of keys [1 1 1 n]."""
     call = writer.call
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
 
 
-def _number(value: float, query: fx.Node, writer: GraphWriter) -> fx.Node:
-    own = query.meta["val"]
-    return writer.call(aten.full.default, [], value, dtype=own.dtype, device=own.device)
+def _window(rows: fx.Node, keys: fx.Node, seen: Seen, writer: GraphWriter) -> list[fx.Node]:
+    """What has to hold for a key to be seen. Rows are moved, and not their distances to keys, of which there are many more."""
+    (left, right), call = seen, writer.call
+
+    def moved(by: int) -> fx.Node:
+        return call(aten.add.Tensor, rows, by) if by else rows
+
+    after = [call(aten.le.Tensor, keys, moved(right))] if right >= 0 else []
+    before = [call(aten.ge.Tensor, keys, moved(-left))] if left >= 0 else []
+    return after + before
+
+
+def _added(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Zero where all conditions hold, minus infinity elsewhere."""
+    shown = reduce(lambda one, other: writer.call(aten.bitwise_and.Tensor, one, other), conditions)
+    like = {"dtype": query.meta["val"].dtype, "device": query.meta["val"].device}
+    zero, hidden = (writer.call(aten.full.default, [], number, **like) for number in (0.0, -math.inf))
+    return writer.call(aten.where.self, shown, zero, hidden)
