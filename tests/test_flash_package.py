@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.runtime import kernels
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 
@@ -138,6 +139,23 @@ def test_ends_that_nothing_proves_equal(name: str, others: list[int]) -> None:
     how, groups, _ = PACKED[name]
     model, given = PackedDecoder(how, groups).double(), packed(PLAIN_ENDS, others)
     compare(model, given, chunk_size=6, loss_chunk_size=5, also=(1,), attention={"masked"}, streams=True)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
+def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers: no kernel is given a mask, and no row is compared with another document's keys."""
+    seen: list[tuple[bool, int]] = []
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *others: Any) -> Any:
+        seen.append((bias is None, key.shape[2]))
+        return forward(query, key, value, bias, *others)
+
+    forward, ends = kernels.forward, [0, 9, LENGTH]
+    monkeypatch.setattr(kernels, "forward", noted)
+    model, given = PackedDecoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=recorder(chunk_size=6))(**given), model(**given))
+    assert seen and all(is_plain and keys <= LENGTH - 9 for is_plain, keys in seen)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support import hf, layouts
 from tests.support.exactness import assert_small, errors, outcome
 from tests.support.flash_package import IS_STAND_IN, for_transformers
+from tests.support.trainers import tiny
+from tests.support.trainers.building import build
+from tests.support.trainers.running import assert_same_training
 
 pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
 
@@ -58,6 +62,17 @@ def test_documents_are_one_graph(name: str) -> None:
     assert not breaks_of(hf.made(name, "flash_attention_2"), batch_of("packed_by_positions"))
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "two"])
+def test_ends_that_are_given(apart: bool) -> None:
+    """As collators give them: for rows and for keys."""
+    given, model = batch_of("packed_by_positions"), hf.made("llama", "flash_attention_2")
+    (ends, _), (longest, _) = asking.prepare_fa_kwargs_from_position_ids(given["position_ids"])
+    others = ends.clone() if apart else ends
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": others, "max_length_q": int(longest), "max_length_k": int(longest)}
+    assert not breaks_of(model, {**given, **told})
+    assert told["cu_seq_lens_k"] is others
+
+
 def test_the_same_model_with_one_document_and_several() -> None:
     """Two graphs: one for rows of one document, one for all numbers of documents."""
     model = hf.made("llama", "flash_attention_2")
@@ -84,6 +99,38 @@ def test_positions_of_the_models_own(layout: str) -> None:
     inner.register_forward_pre_hook(separate, with_kwargs=True)
     with enable(model, chunk_size=7), pytest.raises(RuntimeError, match="give the call the position_ids"):
         model(**batch_of(layout)).loss.backward()
+
+
+def test_heads_in_single_precision() -> None:
+    """Under autocast positions are turned in float32: transformers warns in each layer, and casts."""
+    model, given = hf.made("llama", "flash_attention_2").float(), batch_of("plain")
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**given).loss
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    wanted = step()
+    with enable(model, chunk_size=7, loss_chunk_size=7, strict=True), noted_graph_breaks() as breaks:
+        found = step()
+    assert not breaks
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.05
+
+
+@pytest.mark.long
+def test_packing_of_trl(tmp_path: Path) -> None:
+    """Documents of several rows in one, which the trainer's own collator describes."""
+    pytest.importorskip("trl")
+    arguments = {"packing": True, "max_length": 48}
+
+    def trainer() -> Any:
+        model = tiny.causal_model(attn_implementation="flash_attention_2").bfloat16()
+        return build("sft", tmp_path, model=model, **arguments)
+
+    with noted_graph_breaks() as breaks:
+        assert_same_training(trainer, tolerance=3e-2)
+    assert not breaks
 
 
 def test_the_question_is_put_back() -> None:

@@ -4,12 +4,16 @@ transformers' flash attention asks the numbers of `position_ids` in each layer, 
 where? A branch on data cuts the graph, so that each layer would be pieces of its own, with what crosses between them kept in
 full. While a model is enabled, the call is asked: its `position_ids`, or none, which is one document. In the graph it is asserted
 that a layer would have found the same.
+
+Collators that say where documents end say it twice, for rows and for keys. Dynamo (2.13) makes no graph of one tensor in two
+places, and of two nothing says that they are equal: one is given to the graph, which copies it. Heads in single precision are
+cast without the warning that transformers logs, which would cut the graph as well.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,10 +23,15 @@ from streamfx.torch_private import assert_true
 from streamfx.torch_private.dynamo import of_any_length
 
 Found: TypeAlias = "bool | Tensor | None"
-"""False: each row is one document. A tensor: where documents of the only row begin, and where it ends. None: not known."""
+"""False: each row is one document. A tensor: where documents of the only row begin, and where it ends. None: not known.
+
+True: the call says where they end, and ends of keys are those of rows.
+"""
 
 ASKS = "transformers.modeling_flash_attention_utils"
 IS_PACKED, PREPARE, ENDS = "_is_packed_sequence", "_prepare_from_posids", "prepare_fa_kwargs_from_position_ids"
+CAST = "fa_peft_integration_check"
+OF_ROWS, OF_KEYS = "cu_seq_lens_q", "cu_seq_lens_k"
 USES = "_attn_implementation"
 OTHERWISE = (
     "the model made position_ids of its own, by which documents begin elsewhere than by those that the call was given: "
@@ -34,6 +43,7 @@ class _Call:
     """What is known of the call that is being traced."""
 
     found: Found = None
+    is_told = False
 
 
 _call = _Call()
@@ -44,14 +54,16 @@ def asks(module: nn.Module) -> bool:
     """Whether layers of a module may ask."""
     known = vars(sys.modules[ASKS]) if ASKS in sys.modules else {}
     configs = (getattr(part, "config", None) for part in module.modules())
-    return known.keys() >= {IS_PACKED, PREPARE, ENDS} and any("flash" in str(getattr(config, USES, None)) for config in configs)
+    return known.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
+        "flash" in str(getattr(config, USES, None)) for config in configs
+    )
 
 
 def listen() -> None:
     """Answer in the place of transformers; what is called otherwise than by `told` asks as before."""
     names = vars(sys.modules[ASKS])
-    _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS)})
-    names.update({IS_PACKED: _is_packed, PREPARE: _prepared})
+    _before.append(_before[0] if _before else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
+    names.update({IS_PACKED: _is_packed, PREPARE: _prepared, CAST: _cast})
 
 
 def forget() -> None:
@@ -65,26 +77,41 @@ def told(function: Callable[..., Any]) -> Callable[..., Any]:
     """A call that is traced with what was found, which comes first."""
 
     def call(found: Found, *args: Any, **kwargs: Any) -> Any:
-        _call.found = found
+        _call.found, _call.is_told = found, True
+        if found is True:
+            kwargs[OF_KEYS] = kwargs[OF_ROWS].clone()
         try:
             return function(*args, **kwargs)
         finally:
-            _call.found = None
+            _call.found, _call.is_told = None, False
 
     return call
 
 
-def found_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
-    """What a call's arguments say, as a layer would read it."""
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        return False if len(args) <= 1 else None  # they may be among the others
+def found_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
+    """What a call's arguments say, as a layer would read it; what they say twice is taken out of them once."""
+    with torch.no_grad():
+        if _are_equal(kwargs.get(OF_ROWS), kwargs.get(OF_KEYS)):
+            del kwargs[OF_KEYS]
+            return True
+        return _by_positions(kwargs["position_ids"]) if kwargs.get("position_ids") is not None else _without(args)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and (one is other or torch.equal(one, other))
+
+
+def _without(args: Sequence[Any]) -> Found:
+    """What a call without positions says: they may be among arguments that are not named."""
+    return False if len(args) <= 1 else None
+
+
+def _by_positions(positions: Any) -> Found:
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not _before:
         return None
-    with torch.no_grad():
-        if not bool(_before[0][IS_PACKED](positions, positions.shape[0])):
-            return False
-        (ends, _), _ = _before[0][ENDS](positions)
+    if not bool(_before[0][IS_PACKED](positions, positions.shape[0])):
+        return False
+    (ends, _), _ = _before[0][ENDS](positions)
     return of_any_length(ends)
 
 
@@ -93,12 +120,11 @@ def found_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
     is_packed, found = _before[0][IS_PACKED](position_ids, batch_size), _call.found
-    if not isinstance(is_packed, Tensor) or not torch.compiler.is_compiling() or found is None:
+    if not isinstance(is_packed, Tensor) or not torch.compiler.is_compiling() or found is None or found is True:
         return is_packed
     if found is False:
         assert_true(~is_packed, OTHERWISE)
-        return False
-    return True
+    return found is not False
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
@@ -111,3 +137,10 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -
     heads = tuple(item.reshape(-1, *item.shape[-2:]) for item in (query, key, value))
     longest = heads[0].shape[0]  # none is longer, and more is not asked
     return *heads, (ends, ends.clone()), (longest, longest)  # of one tensor in two places Dynamo (2.13) makes no graph
+
+
+def _cast(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
+    if not (_call.is_told and torch.compiler.is_compiling()):
+        return _before[0][CAST](query, key, value, target_dtype)
+    is_wide = target_dtype is not None and query.dtype == torch.float32
+    return tuple(item.to(target_dtype) if is_wide else item for item in (query, key, value))

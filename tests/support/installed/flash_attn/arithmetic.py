@@ -23,15 +23,20 @@ def scores_of(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right
     return scores.masked_fill(~seen, float("-inf"))
 
 
+def _wide(*items: Tensor) -> list[Tensor]:
+    return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, cap: float
 ) -> tuple[Tensor, Tensor]:
     """The result [m h d] and the log-sum-exp [h m] of one sequence; a row that sees no key has 0 and infinity."""
+    dtype, (q, k, v) = q.dtype, _wide(q, k, v)
     scores = scores_of(q, k, scale, causal, left, right, cap)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     value = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hmn,nhd->mhd", (scores - lse[..., None]).exp(), value), lse
+    return torch.einsum("hmn,nhd->mhd", (scores - lse[..., None]).exp(), value).to(dtype), lse
 
 
 def backward(
@@ -47,7 +52,8 @@ def backward(
     right: int,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of one sequence, and the sums [h m] that the package returns."""
+    """The gradients of one sequence, in single precision at least, and the sums [h m] that the package returns."""
+    dout, q, k, v, out = _wide(dout, q, k, v, out)
     groups, each = k.shape[1], q.shape[1] // k.shape[1]
     key, value = (item.repeat_interleave(each, 1) for item in (k, v))
     scores = scores_of(q, k, scale, causal, left, right, cap)
