@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, kernels
+from streamfx.runtime import kernels
 from streamfx.runtime import plain_attention as plain
+from streamfx.runtime.device_kinds import DeviceKind, supposed
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import TOLERANCE, relative_error
 from tests.support.tracing import compare_function
@@ -170,13 +171,10 @@ def test_plain_attention_of_half_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
-def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> None:
     """Turing's kernels know float16 and float32 alone, and refuse."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
-    cuda_attention._major.cache_clear()
-    chosen = [kernels._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    cuda_attention._major.cache_clear()
+    with supposed(DeviceKind("cuda", capability, True)):
+        chosen = [kernels._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     assert [one is kernels.PLAIN for one in chosen] == [is_plain, False, False]
 
 
