@@ -28,6 +28,7 @@ def spelled(
     of_mask: bool = False,
     other: bool = False,
     bounded: Callable[[Tensor], Tensor] = lambda sink: sink.clamp(-1e20, 1e20),
+    folded: bool = False,
 ) -> Callable[..., list[Tensor]]:
     """The result and all gradients, as autograd writes them."""
 
@@ -36,8 +37,8 @@ def spelled(
         n = k.shape[2]
         queries, keys = q.reshape(b * h, m, d), k.transpose(2, 3).reshape(b * h, d, n)
         values, result = v.reshape(b * h, n, -1), gradient.reshape(b * h, m, -1)
-        s = scaled(aten.bmm(queries, keys).view(b, h, m, n), 0.5)
-        s = s + mask[0] if mask else s
+        s = scaled(aten.bmm(queries, keys).view(-1 if folded else b, 1 if folded else h, m, n), 0.5)
+        s = (s + mask[0] if mask else s).view(b, h, m, n)
         column = bounded(sink)[:, :, None, None].expand(b, h, m, 1)
         both = torch.softmax(torch.cat([column, s] if first else [s, column], -1), -1)
         low, high = (1, n + 1) if first else (0, n)
@@ -82,6 +83,7 @@ CASES = {
         spelled(bounded=lambda sink: sink.clamp(-1e30, 1.0)), inputs(-INF, hidden(LEAST)), changes=False
     ),
     "a mask of rows and keys": Case(spelled(), inputs(mask=plain(5, 7))),
+    "a mask before sequences and heads are told apart": Case(spelled(folded=True), inputs(mask=plain(6, 1, 5, 7)), changes=False),
     "probabilities are shown": Case(spelled(shown=True), inputs(), changes=False),
     "the mask is trained": Case(spelled(of_mask=True), inputs(mask=plain(5, 7)), changes=False),
     "dropout": Case(spelled(dropped=lambda p: p * (p > 0.1)), inputs(), changes=False),

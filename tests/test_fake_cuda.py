@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import streamfx
+from streamfx.planner.models import built, configuration
+from streamfx.planner.predict import held_by
 from tests.support.fake_cuda import COMPILER, reported
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -118,3 +121,24 @@ def test_chunks_at_real_sizes() -> None:
     whole = reported(model="Qwen3-8B", layers=36, options={"chunk_size": 8192, "loss_chunk_size": 8192})
     assert found["moved"] <= 1.1 * whole["moved"]
     assert found["flops"] <= 1.01 * whole["flops"]
+
+
+PLANNED = {"Gemma-3-1B": "a100", "Qwen3-4B": "a100", "GPT-OSS-20B": "h100"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_is_that_of_a_trace_for_the_device(name: str) -> None:
+    """It is traced on fake tensors of the CPU, and priced for another device."""
+    config = configuration(name)
+    config = getattr(config, "get_text_config", lambda: config)()
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    planned = streamfx.plan(config, seq=4096, device=PLANNED[name], baselines=False).prediction
+    traced = reported(model=name, length=4096, device=PLANNED[name])
+    rows = [loop["rows"] for loop in traced["loops"] if loop["name"].endswith("_forward")]
+    assert [stage["chunk_size"] for stage in planned.stages] == rows
+    given = planned.peak_by_term["inputs"]
+    assert planned.peak_bytes - held_by(built(config)) - given == pytest.approx(traced["peak"], rel=1e-4)
+    assert (planned.flops, planned.moved, planned.launches) == tuple(traced[key] for key in ("flops", "moved", "launches"))

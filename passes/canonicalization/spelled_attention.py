@@ -48,8 +48,8 @@ class Scores:
         if node.target is not aten.add.Tensor:
             return Scores._of_product(node, None)
         left, right, alpha = bound_arguments(node).values()
-        if alpha != 1 or not is_tensor(left) or not is_tensor(right):
-            return None
+        if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape_of_node(scores):
+            return None  # a mask for sequences and heads in one dimension, or in two others, is none for these
         pairs = ((left, right), (right, left))
         return next((found for pair in pairs if (found := Scores._of_product(*pair)) is not None), None)
 
