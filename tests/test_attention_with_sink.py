@@ -59,6 +59,20 @@ def spelled(
     return function
 
 
+def spread(rows: int, keys: int) -> Callable[..., Tensor]:
+    """The result of scores that a mask makes more of than their product has."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, sink: Tensor, mask: Tensor) -> Tensor:
+        b, h, m, d = q.shape
+        queries, turned = q[:, :, :rows].reshape(b * h, rows, d), k[:, :, :keys].transpose(2, 3).reshape(b * h, d, keys)
+        s = aten.bmm(queries, turned).view(b, h, rows, keys) + mask
+        column = sink.clamp(-1.0, 1.0)[:, :, None, None].expand(b, h, m, 1)
+        p = torch.softmax(torch.cat([s, column], -1), -1)[..., :-1]
+        return aten.bmm(p.reshape(b * h, m, -1), v.reshape(b * h, -1, v.shape[3])).view(b, h, m, -1)
+
+    return function
+
+
 def inputs(sink: float = 0.3, mask: Tensor | None = None) -> tuple[Tensor, ...]:
     q, k, v, gradient = plain(2, 3, 5, 4), plain(2, 3, 7, 4) + 1, plain(2, 3, 7, 6) - 1, plain(2, 3, 5, 6)
     return q, k, v, gradient, torch.full((2, 3), sink, dtype=torch.float64), *(() if mask is None else (mask,))
@@ -84,6 +98,9 @@ CASES = {
     ),
     "a mask of rows and keys": Case(spelled(), inputs(mask=plain(5, 7))),
     "a mask before sequences and heads are told apart": Case(spelled(folded=True), inputs(mask=plain(6, 1, 5, 7)), changes=False),
+    "one key that the mask spreads": Case(spread(5, 1), inputs(mask=plain(5, 7)), changes=False),
+    "one row that the mask spreads": Case(spread(1, 7), inputs(mask=plain(5, 7)), changes=False),
+    "no width": Case(lambda q, k, *more: spelled()(q[..., :0], k[..., :0], *more), inputs(mask=plain(5, 7))),
     "probabilities are shown": Case(spelled(shown=True), inputs(), changes=False),
     "the mask is trained": Case(spelled(of_mask=True), inputs(mask=plain(5, 7)), changes=False),
     "dropout": Case(spelled(dropped=lambda p: p * (p > 0.1)), inputs(), changes=False),

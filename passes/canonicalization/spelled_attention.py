@@ -44,23 +44,24 @@ class Scores:
     @staticmethod
     def of(scores: fx.Node) -> Scores | None:
         """What scores are made of, if it is this."""
-        node = behind(scores)
+        node, shape = behind(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
-            return Scores._of_product(node, None)
+            return Scores._of_product(node, None, shape)
         left, right, alpha = bound_arguments(node).values()
-        if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape_of_node(scores):
+        if alpha != 1 or not is_tensor(left) or not is_tensor(right) or shape_of_node(node) != shape:
             return None  # a mask for sequences and heads in one dimension, or in two others, is none for these
         pairs = ((left, right), (right, left))
-        return next((found for pair in pairs if (found := Scores._of_product(*pair)) is not None), None)
+        return next((found for pair in pairs if (found := Scores._of_product(*pair, shape)) is not None), None)
 
     @staticmethod
-    def _of_product(node: fx.Node, mask: fx.Node | None) -> Scores | None:
+    def _of_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
+        """Of a product that makes all scores: one of fewer rows or keys is spread by what is added to it."""
         node, scaling = behind(node), None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
             node = behind(node.args[0])
         operands = factors(node)
-        fits = operands is not None and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
+        fits = shape_of_node(node) == _joined(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
         return Scores(*operands, scaling, mask) if operands is not None and fits else None
 
     @property

@@ -7,6 +7,7 @@ any of them (`passes/canonicalization/fused.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeAlias
 
@@ -41,7 +42,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, caus
     With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
     as there are queries after it.
     """
-    if not query.numel() or not key.numel():  # kernels divide by their numbers
+    if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by their numbers
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
     bias, causal = _visible(query, key, bias, causal, scale)
@@ -62,7 +63,7 @@ def backward(
     scale: float | None,
 ) -> Gradients:
     """Gradients of queries, keys and values."""
-    if not query.numel() or not key.numel():
+    if not math.prod(query.shape[:3]) or not key.shape[2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if bias is not None:  # it may hide all keys from a row, which then has no share of any, in whatever chunk it went forth
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
@@ -82,7 +83,7 @@ def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 def _kernels(query: Tensor) -> Kernels:
     """The device's, if they are made for numbers of this type."""
     made = KERNELS[kind_of(query.device).type]
-    return made if query.dtype in made.types and made.are_there(query) else PLAIN
+    return made if query.dtype in made.types and query.shape[-1] and made.are_there(query) else PLAIN
 
 
 def _of_one_kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
