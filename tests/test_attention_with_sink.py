@@ -100,6 +100,7 @@ CASES = {
     "a mask before sequences and heads are told apart": Case(spelled(folded=True), inputs(mask=plain(6, 1, 5, 7)), changes=False),
     "one key that the mask spreads": Case(spread(5, 1), inputs(mask=plain(5, 7)), changes=False),
     "one row that the mask spreads": Case(spread(1, 7), inputs(mask=plain(5, 7)), changes=False),
+    "values of no width": Case(lambda q, k, v, g, *more: spelled()(q, k, v[..., :0], g[..., :0], *more), inputs(), changes=False),
     "no width": Case(lambda q, k, *more: spelled()(q[..., :0], k[..., :0], *more), inputs(mask=plain(5, 7))),
     "probabilities are shown": Case(spelled(shown=True), inputs(), changes=False),
     "the mask is trained": Case(spelled(of_mask=True), inputs(mask=plain(5, 7)), changes=False),

@@ -63,7 +63,15 @@ def _attention_around(column: Column) -> SpelledAttention | None:
     backwards = (user for user in column.softmax.users if user not in parts)
     if not own or not all(_takes_gradient(user, column, found) for user in backwards):
         return None
-    return found if found.results and found.is_of_one_type() else None
+    return found if found.fits_a_kernel() and _is_in_order(found) else None
+
+
+def _is_in_order(found: SpelledAttention) -> bool:
+    """Whether all gradients are made after the result and its gradient: both halves of a graph, and not a product that looks like
+    one of them."""
+    order = {node: i for i, node in enumerate(found.scores.query.graph.nodes)}
+    before = [*found.results, *([] if found.gradient is None else [found.gradient])]
+    return max(map(order.__getitem__, before)) < min(map(order.__getitem__, found.gradients), default=len(order))
 
 
 def _takes_gradient(backward: fx.Node, column: Column, found: SpelledAttention) -> bool:

@@ -6,7 +6,8 @@ as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     what it read
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.passes.canonicalization.equation import equation
-from streamfx.passes.operators.aliasing import MEMORIES, PLACES, is_view, memories
+from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-Place = tuple["int | str | None", Size, tuple[Size, ...]]
+Place = tuple["int | str | Elsewhere", Size, tuple[Size, ...]]
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -66,7 +67,8 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     results: Any = output.args[0]
     has_lengths = any(_has_lengths(node) for node in graph.find_nodes(op="placeholder"))
     places = [_place(item, results[:count]) for item in results[:count]]
-    output.meta[PLACES] = tuple(place if place and (has_lengths or place[0] is not None) else None for place in places)
+    shared = Counter(place[0] for place in places if place)
+    output.meta[PLACES] = tuple(place if place and _matters(place[0], shared, has_lengths) else None for place in places)
     output.meta[LAYOUTS] = tuple(map(_strides, results))
     output.meta[MEMORIES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
@@ -75,8 +77,8 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides; of other memory (None), as of an input that was written to, behind the beginning
-    of all of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
+    beginning of that it begins, and its strides; of other memory, as of an input that was written to, behind the beginning of all
+    of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -85,9 +87,14 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
     where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
     if where is None:
-        return None, offset, strides
+        return Elsewhere(base.name), offset, strides
     begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
     return where, simplified(offset - begins), strides
+
+
+def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
+    """Whether anybody can tell where a result lies: who writes into what it shares memory with, or AOTAutograd."""
+    return has_lengths or shared[where] > 1 or not isinstance(where, Elsewhere)
 
 
 def _base(node: fx.Node) -> fx.Node:

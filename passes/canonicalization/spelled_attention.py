@@ -145,8 +145,12 @@ class SpelledAttention:
     def gradients(self) -> list[fx.Node]:
         return [*self.of_query, *self.of_keys, *self.of_keys_turned, *self.of_values]
 
-    def is_of_one_type(self) -> bool:
+    def fits_a_kernel(self) -> bool:
         """Whether a kernel may take all operands as they are."""
+        if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
+            return False
+        if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
+            return False
         operands: Iterable[fx.Node | None] = (self.scores.query, self.scores.keys, self.scores.mask, self.values, self.gradient)
         return len({node.meta["val"].dtype for node in (*operands, *self.results) if node is not None}) == 1
 

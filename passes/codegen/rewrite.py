@@ -30,7 +30,7 @@ from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_b
 from streamfx.passes.codegen.memory import copied_if_written, gradients_apart, results_apart
 from streamfx.passes.codegen.outer import OuterBuilder
 from streamfx.passes.codegen.reuse import reuse_buffers
-from streamfx.passes.operators.aliasing import MEMORIES, PLACES
+from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
@@ -148,18 +148,29 @@ class _Rewriter:
 
         def laid(number: int) -> Any:
             output, strides, place = outputs[number], layouts[number], places[number]
-            if place is not None and place[0] is not None:
+            if place is not None and not isinstance(place[0], Elsewhere):
                 base, offset, own = place
                 of = forward.operand(inputs[base]) if isinstance(base, str) else laid(base)
                 return forward.part_of_memory(of, output, offset, own)
-            if (output, strides, place) not in made:
+            if (output, strides, place) in made:
+                return made[output, strides, place]
+            if place is None:
                 value = self._output(forward, output)
-                if place is not None:
-                    value = forward.placed(value, *place[1:])
-                made[output, strides, place] = value if strides is None or place else forward.laid_out(value, output, strides)
+                made[output, strides, place] = value if strides is None else forward.laid_out(value, output, strides)
+                return made[output, strides, place]
+            alike = [(outputs[i], layouts[i], other) for i, other in enumerate(places) if other and other[0] == place[0]]
+            made.update(zip(alike, self._placed(forward, alike), strict=True))
             return made[output, strides, place]
 
         return [laid(number) for number in range(len(outputs))]
+
+    def _placed(self, forward: OuterBuilder, alike: Sequence[tuple[fx.Node, Any, Any]]) -> list[fx.Node]:
+        """Results that are views of one value which is no result."""
+        values, places = [self._output(forward, output) for output, *_ in alike], [place[1:] for *_, place in alike]
+        same_type = len({output.meta["val"].dtype for output, *_ in alike}) == 1
+        if len(alike) > 1 and same_type:
+            return forward.placed_together(values, places)
+        return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from streamfx.torch_private import OpOverload
 MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, the names of the values that it showed when traced
 
 PLACES = "streamfx_places"  # in the `meta` of an output: for each result that is part of another value, where it began in that
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Memory of a value that is no result itself, by the name that the value had."""
+
+    name: str
 
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -42,6 +42,22 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
     return made.copy_(once).expand(value.shape) if once.shape != value.shape else made.copy_(once)
 
 
+def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
+    dtype, device = values[0].dtype, values[0].device
+    shapes = [value.shape for value in values]
+    reaches = [
+        begin + sum((size - 1) * step for size, step in zip(shape, own, strict=True)) + 1
+        for shape, begin, own in zip(shapes, begins, strides, strict=True)
+        if 0 not in shape
+    ]
+    memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
+    made = [memory.as_strided(shape, own, begin) for shape, begin, own in zip(shapes, begins, strides, strict=True)]
+    for view, value, own in zip(made, values, strides, strict=True):
+        _without_repeats(view, own).copy_(_without_repeats(value, own))
+    return made
+
+
 def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
     """One of the rows that all lie in one place."""
     for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
