@@ -33,7 +33,7 @@ from streamfx.passes.partition.fit import fits_whole
 from streamfx.report.brief import log_brief
 from streamfx.report.products import show_product
 from streamfx.report.reasons import tell_of_whole_graph
-from streamfx.runtime.as_traced import laid_out
+from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import (
@@ -333,7 +333,7 @@ def _between(graph: fx.Graph) -> list[fx.Node]:
     """What a graph makes outside of its loops, but for views: of inputs, and those that are its results."""
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
-        if node in results and (is_moved_elements(node) or node.target is laid_out):
+        if node in results and (is_moved_elements(node) or node.target in LIES_AS_TRACED):
             results.update(node.all_input_nodes)
     for node in graph.nodes:
         if is_moved_elements(node) and inputs.issuperset(node.all_input_nodes):

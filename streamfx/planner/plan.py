@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from streamfx.budget import bytes_of, is_budget
+from streamfx.budget import bytes_of, in_bytes, is_budget
 from streamfx.errors import OverBudget, PlanError
 from streamfx.inspection.tracing import layers_of
 from streamfx.options import checked
-from streamfx.planner.devices import device_called, here
+from streamfx.planner.devices import Device, device_called, here
 from streamfx.planner.models import TYPES, built
-from streamfx.planner.objectives import objective_called
+from streamfx.planner.objectives import Objective, objective_called
 from streamfx.planner.optimizers import state_bytes
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
@@ -58,37 +59,55 @@ def plan(
     _check(dtype, memory, inputs)
     _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), shards=(shards, 1))
     _check_search(memory, max_length, max_batch)
-    given = checked(options, "streamfx.plan(options=...)")
-    wanted, rates = objective_called(objective, group), device_called(device)
+    given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
     made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    state = state_bytes(made, optimizer, shards)
+    step = _Step(name, made, wanted, device_called(device), inputs, state_bytes(made, optimizer, shards), noted)
+    if memory is not None and (max_length or max_batch):
+        return step.searched(bytes_of(memory, here()), given, batch, seq, max_batch)
+    return step.planned(None if memory is None else bytes_of(memory, here()), given, batch, seq, baselines)
 
-    def at(batch: int, length: int, given: Mapping[str, Any], with_baselines: bool = False) -> Prediction:
-        taken = wanted.inputs(wanted.sequences * batch, length) if inputs is None else inputs(batch, length)
-        with supposed(rates.kind):
-            found = predict(made, taken, length, given, with_baselines, state)
-        if noted is not None:
-            noted(found)
+
+@dataclass(frozen=True)
+class _Step:
+    """A training step of any size, beside the state of an optimizer."""
+
+    name: str
+    model: nn.Module
+    objective: Objective
+    device: Device
+    inputs: Inputs | None
+    state: int
+    noted: Callable[[Prediction], None] | None
+
+    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
+        inputs = (
+            self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
+        )
+        with supposed(self.device.kind):
+            found = predict(self.model, inputs, length, given, baselines, self.state)
+        if self.noted is not None:
+            self.noted(found)
         return found
 
-    if memory is None:
-        return PlanReport(name, at(batch, seq, given, baselines), rates)
-    budget = bytes_of(memory, here())
-    if not max_length and not max_batch:
-        left = max(budget - state, 1)
-        return PlanReport(name, at(batch, seq, {**given, "memory_budget": left}, baselines), rates, budget)
-    stages = len(layers_of(made)) + 1
-    if max_batch:
-        sought = Sought(1, lambda size: wanted.sequences * size)
-        best = largest(lambda size, given: at(size, seq, given), budget, given, batch, sought, stages)
-    else:
-        sought = Sought(LENGTHS, lambda _: wanted.sequences * batch)
-        best = largest(lambda size, given: at(batch, size, given), budget, given, max(seq, FIRST_LENGTH), sought, stages)
-    if best is None:
-        raise OverBudget(f"no {'batch' if max_batch else 'length'} fits into {memory}", do="give more memory, or a smaller model")
-    size, found = best
-    return PlanReport(name, found, rates, budget, None if max_batch else size, size if max_batch else None)
+    def planned(self, budget: int | None, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
+        within = {} if budget is None else {"memory_budget": max(budget - self.state, 1)}
+        return PlanReport(self.name, self.at(batch, seq, {**given, **within}, baselines), self.device, budget)
+
+    def searched(self, budget: int, given: Mapping[str, Any], batch: int, seq: int, max_batch: bool) -> PlanReport:
+        sequences, stages = self.objective.sequences, len(layers_of(self.model)) + 1
+        if max_batch:
+            sought = Sought(1, lambda size: sequences * size)
+            best = largest(lambda size, given: self.at(size, seq, given), budget, given, batch, sought, stages)
+        else:
+            sought = Sought(LENGTHS, lambda _: sequences * batch)
+            first = max(seq, FIRST_LENGTH)
+            best = largest(lambda size, given: self.at(batch, size, given), budget, given, first, sought, stages)
+        if best is None:
+            what = "batch" if max_batch else "length"
+            raise OverBudget(f"no {what} fits into {in_bytes(budget)}", do="give more memory, or a smaller model")
+        size, found = best
+        return PlanReport(self.name, found, self.device, budget, None if max_batch else size, size if max_batch else None)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

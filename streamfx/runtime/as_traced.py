@@ -58,6 +58,9 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
     return made
 
 
+LIES_AS_TRACED = (laid_out, placed, placed_together, part_of_memory)  # what changes where a result lies, and not what it is
+
+
 def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
     """One of the rows that all lie in one place."""
     for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
