@@ -69,9 +69,7 @@ def _attention_around(column: Column) -> SpelledAttention | None:
 def _is_in_order(found: SpelledAttention) -> bool:
     """Whether all gradients are made after the result and its gradient: both halves of a graph, and not a product that looks like
     one of them."""
-    order = {node: i for i, node in enumerate(found.scores.query.graph.nodes)}
-    before = [*found.results, *([] if found.gradient is None else [found.gradient])]
-    return max(map(order.__getitem__, before)) < min(map(order.__getitem__, found.gradients), default=len(order))
+    return all(found.last_needed < node for node in found.gradients)
 
 
 def _takes_gradient(backward: fx.Node, column: Column, found: SpelledAttention) -> bool:
@@ -89,14 +87,12 @@ class _Fused:
         self.precision = torch.promote_types(self.dtype, torch.float32)
 
     def equals(self) -> dict[fx.Node, fx.Node]:
-        found, order = self.found, {node: i for i, node in enumerate(self.column.softmax.graph.nodes)}
-        self.forward(self.writer.before(min(found.results, key=order.__getitem__)))
+        found = self.found
+        self.forward(self.writer.before(min(found.results)))
         equals = dict(self.given(found.results, self.out))
         of_sink = [part for user in self.column.softmax.users for part in user.users if self.is_of_sink(part, user)]
         if found.gradient is not None and (found.gradients or of_sink):
-            after = max(order[found.gradient], *(order[result] for result in found.results))
-            point = next(node for node, i in order.items() if i > after and node.op == "call_function")
-            equals |= self.backward(self.writer.before(point), of_sink)
+            equals |= self.backward(self.writer.before(found.last_needed.next), of_sink)
         return equals
 
     def is_of_sink(self, part: fx.Node, backward: fx.Node) -> bool:

@@ -145,6 +145,11 @@ class SpelledAttention:
     def gradients(self) -> list[fx.Node]:
         return [*self.of_query, *self.of_keys, *self.of_keys_turned, *self.of_values]
 
+    @property
+    def last_needed(self) -> fx.Node:
+        """The last of what gradients are made of: the result and its gradient."""
+        return max([*self.results, *([] if self.gradient is None else [self.gradient])])
+
     def fits_a_kernel(self) -> bool:
         """Whether a kernel may take all operands as they are."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.ir.joint import is_size
 from streamfx.torch_private import OpOverload
 
 MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, the names of the values that it showed when traced
@@ -23,9 +24,6 @@ class Elsewhere:
     name: str
 
 
-NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
 def memories(node: fx.Node) -> frozenset[fx.Node]:
     """The values of a graph whose memory this one may show: itself alone, where an operator makes it."""
     found, todo, seen = set[fx.Node](), [node], {node}
@@ -35,7 +33,7 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
             found.add(value)
             continue
-        operands = [source for source in producer.all_input_nodes if not isinstance(source.meta.get("val"), NUMBERS)]
+        operands = [source for source in producer.all_input_nodes if not is_size(source)]
         todo += [source for source in operands if source not in seen]
         seen.update(operands)
     return frozenset(found)

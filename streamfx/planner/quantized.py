@@ -23,7 +23,7 @@ LEAST = 1 << 20  # numbers of a weight that is worth it
 
 @dataclass(frozen=True)
 class Scheme:
-    """`bytes_of` is what the packed numbers and the scales of a weight take."""
+    """Bytes that the packed numbers and the scales of a weight take."""
 
     packed: Callable[[Tensor], int]
     scales: Callable[[Tensor], int]

@@ -33,13 +33,9 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
 
     AOTAutograd reads where a result lies, and looks there into the value that it was part of.
     """
-    once = _without_repeats(value, strides)
-    if (_has(value, strides) and value.storage_offset() == begins) or _overlap(once.shape, strides):
+    if (_has(value, strides) and value.storage_offset() == begins) or _overlap(_without_repeats(value, strides).shape, strides):
         return value
-    reach = sum((size - 1) * stride for size, stride in zip(once.shape, strides, strict=True)) + 1 if once.numel() else 0
-    memory = torch.empty(begins + reach, dtype=value.dtype, device=value.device).untyped_storage()
-    made = torch.empty(0, dtype=value.dtype, device=value.device).set_(memory, begins, once.shape, strides)
-    return made.copy_(once).expand(value.shape) if once.shape != value.shape else made.copy_(once)
+    return placed_together([value], [begins], [strides])[0]
 
 
 def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
