@@ -98,7 +98,7 @@ def test_faster_devices_want_more_rows(trained: Facts) -> None:
 def test_a_gpu_is_kept_busy(trained: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so many tokens at least, of which a row has one in each sequence; fewer where they are not worth it."""
     assert enough(trained) == rates_of(torch.device("cpu")).tokens // 2
-    for tokens, wanted in ((600, 300), (10**9, worthwhile_rows(layer(trained), trained, CUDA))):
+    for tokens, wanted in ((600, 300), (10**10, worthwhile_rows(layer(trained), trained, CUDA))):
         rates = replace(CUDA, tokens=tokens)
         monkeypatch.setattr("streamfx.passes.partition.chunk_sizes.rates_of", lambda device, rates=rates: rates)
         assert enough(trained) == wanted

@@ -29,7 +29,7 @@ from streamfx.passes.operators.traits import is_expensive, is_moved_elements
 from streamfx.torch_private.sizes import size_hint
 
 ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
-OVERHEAD = 0.05  # of the time of a chunk's products, what else it costs is small
+OVERHEAD = 0.01  # of the time of a chunk's products, what else it costs is small
 TOTAL = 8  # bytes moved when a number is added to a total in float32
 
 
