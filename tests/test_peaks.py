@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import streamfx
+from benchmarks.live_bytes import peak_live_bytes
 from streamfx.cost.meter import Meter
 from tests.support.spread import only
 
@@ -107,6 +108,18 @@ def test_what_is_predicted_is_what_a_run_takes(length: int) -> None:
         assert summary[name] == meter.peak, name
         for layer in model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_what_is_predicted_is_what_the_allocator_gives(bodies: str) -> None:
+    """Within 5 %, whoever runs the bodies: Inductor fuses operators, but has buffers of its own."""
+    model, ids, options = Decoder(), tokens(1024), {"bodies": bodies, "chunk_size": 128, "loss_chunk_size": 128}
+    torch._dynamo.reset()
+    predicted = streamfx.explain(model, ids, options=options).summary()["peak_bytes"]
+    compiled = torch.compile(model, backend="streambp", options=options)
+    compiled(ids).backward()
+    model.zero_grad()
+    assert predicted == pytest.approx(peak_live_bytes(lambda: compiled(ids).backward()), rel=0.05)
 
 
 def test_gradients_of_an_earlier_step_change_nothing() -> None:

@@ -92,7 +92,8 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
     simplify(graph, TABLE, results)
-    simplify(graph, (*TABLE, *WHERE_NO_KERNEL_DOES), results)
+    while simplify(graph, WHERE_NO_KERNEL_DOES, results):
+        simplify(graph, TABLE, results)
     undo_orders(graph, PRODUCTS)
     drop_unused(graph)
 

@@ -37,8 +37,8 @@ MAKES_AXES = frozenset(
 )
 
 
-def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> None:
-    """Apply a table's rows to a graph, in place; its inputs and outputs stay what they are.
+def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = None) -> bool:
+    """Apply a table's rows to a graph, in place; whether anything changed. Its inputs and outputs stay what they are.
 
     So many outputs (all of them, if not given) are the caller's, who may write to them: nothing else is read from there.
     """
@@ -47,8 +47,11 @@ def simplify(graph: fx.Graph, table: Iterable[Equation], results: int | None = N
         for target in row.targets:
             rows[target].append(row)
     drop_unused(graph)
+    is_changed = False
     while _sweep(graph, rows, results):
+        is_changed = True
         drop_unused(graph)
+    return is_changed
 
 
 def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | None) -> bool:
