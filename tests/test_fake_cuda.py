@@ -109,7 +109,18 @@ def test_all_of_it_streams(name: str) -> None:
     assert found["graphs"] == (1 if case.asked.get("attention") != "flex_attention" else found["graphs"])
     assert found["verdicts"] == case.seen
     assert (set(found["chosen"]), set(found["kernels"])) == (case.eager, case.loops)
-    assert found["loops"] and all(loop["device"] == "cuda:0" for loop in found["loops"])
+    assert found["loops"] and all(loop["devices"] == ["cuda:0"] for loop in found["loops"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 96, "offload": "inputs"}], ids=["default", "small chunks, offloaded"])
+def test_layers_on_two_devices(options: dict[str, Any]) -> None:
+    """Each stage streams where its weights are; what crosses is copied as in eager."""
+    found = reported("two_devices", options=options)
+    assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
+    for stage, device in (("layers_0", "cuda:0"), ("layers_3", "cuda:1"), ("head", "cuda:1")):
+        loops = [devices for name, devices in found["devices"] if name.startswith(stage)]
+        assert loops and all(devices == [device] for devices in loops), stage
 
 
 @pytest.mark.long

@@ -113,7 +113,8 @@ def test_what_is_predicted_is_what_a_run_takes(length: int) -> None:
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_is_predicted_is_what_the_allocator_gives(bodies: str) -> None:
     """Within 5 %, whoever runs the bodies: Inductor fuses operators, but has buffers of its own."""
-    model, ids, options = Decoder(), tokens(1024), {"bodies": bodies, "chunk_size": 128, "loss_chunk_size": 128}
+    model, ids = Decoder(), tokens(1024)
+    options: dict[str, Any] = {"bodies": bodies, "chunk_size": 128, "loss_chunk_size": 128}
     torch._dynamo.reset()
     predicted = streamfx.explain(model, ids, options=options).summary()["peak_bytes"]
     compiled = torch.compile(model, backend="streambp", options=options)

@@ -295,9 +295,7 @@ class BodyBuilder(BodyInputs):
 
     # -- finishing
 
-    def finish(
-        self, name: str, content: LoopContent, chunk_size: ChunkSize, device: torch.device
-    ) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
+    def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
         """The loop, the outer nodes that it takes, and the values that it leaves; after them the states of its scans."""
         kept: dict[fx.Node, Kept] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
@@ -334,7 +332,6 @@ class BodyBuilder(BodyInputs):
             length=self.length,
             reverse=self.reverse,
             chunk_size=chunk_size,
-            device=device,
             labels=(*(node.name for node in leaves), *(self.buffers[buffer].name for buffer in self.states.values())),
         )
         return spec, sources, leaves

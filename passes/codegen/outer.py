@@ -169,7 +169,7 @@ class OuterBuilder:
 
     # -- loops
 
-    def run(self, name: str, region: Region, chunk_size: ChunkSize, device: torch.device) -> None:
+    def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
         """Write a region: what runs before, between and after its loops, and the loops."""
         whole: dict[int, list[fx.Node]] = {}
         for node in region.nodes:
@@ -180,7 +180,7 @@ class OuterBuilder:
                 self._emit_with_producer(node)
             if number < len(region.loops):
                 label = name if len(region.loops) == 1 else f"{name}_{number}"
-                self._loop(self._unused(label), region, number, chunk_size, device)
+                self._loop(self._unused(label), region, number, chunk_size)
 
     def _unused(self, name: str) -> str:
         """The name, numbered where another loop has it: stages of one module are called alike."""
@@ -192,11 +192,11 @@ class OuterBuilder:
             self.emit(node_argument(node))
         self.emit(node)
 
-    def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize, device: torch.device) -> None:
+    def _loop(self, name: str, region: Region, number: int, chunk_size: ChunkSize) -> None:
         builder = BodyBuilder(
             self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
         )
-        spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size, device)
+        spec, sources, leaves = builder.finish(name, region.loops[number], chunk_size)
         loop = Loop(spec)
         self.module.add_module(name, loop)
         self.loops.append(loop)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import JointGraph, device_of, is_size, is_tensor, shape_of_node
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkSize
@@ -56,7 +56,6 @@ class _Rewriter:
         self.layout = Layout(facts.axes, facts.demand, facts.causality)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
         self.stages = facts.stages
-        self.device = device_of(facts.joint.graph)
 
     def program(self) -> Program:
         """Forward: the loops of each stage. Backward: those of the stages from the last to the first; stages whose inputs were
@@ -67,7 +66,7 @@ class _Rewriter:
         for stage in self.stages:
             region = place(self._wanted(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
-            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage), self.device)
+            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
         self._assert(forward, early=True)
         results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
@@ -85,7 +84,7 @@ class _Rewriter:
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
-            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size, self.device)
+            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
         self._assert(backward, early=False)
         gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
         saved, numbers = backward.finish(tuple(gradients))
@@ -102,7 +101,7 @@ class _Rewriter:
         for earlier, wanted in zip(self.stages[first:], dropped[first:], strict=False):
             region = place(wanted, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
-            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier), self.device)
+            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
     def _assert(self, outer: OuterBuilder, early: bool) -> None:
         """Raise what the user's code raises: at the end of a half, where all that is asserted is known."""

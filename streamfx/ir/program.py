@@ -145,7 +145,6 @@ class LoopSpec:
     length: Size
     reverse: bool
     chunk_size: ChunkSize
-    device: torch.device
     labels: tuple[str, ...] = ()
 
 

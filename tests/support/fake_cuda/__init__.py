@@ -42,8 +42,8 @@ def built() -> Path:
     return folder
 
 
-def reported(**asked: Any) -> dict[str, Any]:
-    """What `report.py` says of a step, traced for CUDA."""
+def reported(program: str = "report", **asked: Any) -> dict[str, Any]:
+    """What `report.py`, or another program here, says of a step that it traces for CUDA."""
     libraries = built()
     environment = {
         **os.environ,
@@ -51,7 +51,7 @@ def reported(**asked: Any) -> dict[str, Any]:
         "LD_PRELOAD": str(libraries / "libhooks.so"),
         "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
     }
-    command = [sys.executable, "-m", "tests.support.fake_cuda.report", json.dumps(asked)]
+    command = [sys.executable, "-m", f"tests.support.fake_cuda.{program}", json.dumps(asked)]
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
 from streamfx.integrations import packing
 from streamfx.ir.facts import known
+from streamfx.ir.program import Kept
 from streamfx.planner.models import configuration, language_model, loss_of
 from streamfx.runtime import kernels, plain_attention
 from streamfx.runtime.loop import Loop
@@ -137,8 +138,9 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     spec = loop.spec
     length = loop.size(spec.length, env)
     rows = loop.rows_per_chunk(length, env)
+    devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, Kept)}
     calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
-    return {"name": spec.name, "rows": rows, "chunks": -(-length // rows), "calls": len(calls), "device": str(spec.device)}
+    return {"name": spec.name, "rows": rows, "chunks": -(-length // rows), "calls": len(calls), "devices": sorted(devices)}
 
 
 if __name__ == "__main__":
