@@ -20,7 +20,7 @@ from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.ranges import LONGEST, is_exact_in
 from streamfx.ir.sizes import Size
-from streamfx.ir.writer import size_arguments
+from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.permutations import Orders, Reordered
 from streamfx.passes.canonicalization.row_numbers import VIEWS, counts_up
 from streamfx.passes.operators.fillers import fill_of
@@ -51,8 +51,7 @@ def product(orders: Orders, node: fx.Node) -> None:
         group = _group(orders, node, rows.order, ends, shape_of_node(ends)[0])
         if group is not None and other.order is rows.order:
             across = writer.call(aten.transpose.int, rows.twin, 0, 1)
-            made = writer.call(GROUPED_OUTER, across, other.twin, group, node.meta["val"].shape[0])
-            orders.note(node, rows.order, made, None)
+            orders.note(node, rows.order, _sums_of_products(across, other.twin, group, node, writer), None)
 
 
 def product_backward(orders: Orders, node: fx.Node) -> None:
@@ -73,9 +72,19 @@ def product_backward(orders: Orders, node: fx.Node) -> None:
             turned = writer.call(aten.transpose.int, weight, 1, 2)
             orders.note(part, rows.order, writer.call(GROUPED_MM, cotangent.twin, turned, group))
         else:
-            made = writer.call(GROUPED_OUTER, rows.twin, cotangent.twin, group, weight.meta["val"].shape[0])  # type: ignore[union-attr]
-            orders.note(part, rows.order, made, None)
+            orders.note(part, rows.order, _sums_of_products(rows.twin, cotangent.twin, group, part, writer), None)
     orders.reordered[node] = Reordered(rows.order, rows.twin, ())
+
+
+def _sums_of_products(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, writer: GraphWriter) -> fx.Node:
+    """The sum of outer products of each group's rows, laid out in memory as the traced one: autograd copies a gradient that lies
+    otherwise than its weight.
+    """
+    wanted = like.meta["val"]
+    if wanted.stride()[1:] == (1, wanted.shape[1]):
+        turned = writer.call(GROUPED_OUTER, y, x, group, wanted.shape[0])
+        return writer.call(aten.transpose.int, turned, 1, 2)
+    return writer.call(GROUPED_OUTER, x, y, group, wanted.shape[0])
 
 
 def _group(orders: Orders, node: fx.Node, order: fx.Node, ends: Any, count: Any) -> fx.Node | None:

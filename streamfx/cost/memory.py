@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from streamfx.cost.meter import Meter
+from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
-from streamfx.cost.terms import LoopTerms, terms_of
+from streamfx.cost.terms import GRADIENTS, LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import FakeTensorMode, tree_leaves
@@ -96,6 +96,8 @@ def cost_of(
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None if backward is None else _run_backward(backward, saved)
+            if copied := _largest_copied(inputs, gradients or ()):
+                meter.reached(Rise(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
@@ -170,6 +172,32 @@ def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
     arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
     del numbers, tensors
     return OuterRunner(backward)(arguments)
+
+
+def _largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
+    """Bytes of the largest gradient that autograd copies before it keeps it: one that lies otherwise than what it is of.
+
+    accumulate_grad.h: obeys_layout_contract; copies are made one after the other, when all gradients are there.
+    """
+    pairs = zip(inputs, gradients, strict=False)
+    return max((own.nbytes for value, own in pairs if isinstance(own, Tensor) and not _lies_as(own, value)), default=0)
+
+
+def _lies_as(gradient: Tensor, value: Tensor) -> bool:
+    if not _is_dense(value):
+        return gradient.is_contiguous()
+    strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
+    return all(size == 1 or own == other for size, own, other in strides)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether each element has a place of its own, and no place is left between them."""
+    places = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
+        if stride != places:
+            return False
+        places *= size
+    return True
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
