@@ -265,7 +265,7 @@ class Compilation:
         return OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return OuterRunner(module)
+        return OuterRunner(module, is_backward=True)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

@@ -76,6 +76,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {  # of what 
     "of a product": lambda x, y: ((z := y @ torch.eye(4, dtype=y.dtype)), z[:, z.shape[1] // 2 :]),
     "real parts": lambda x, y: ((z := torch.view_as_complex(y.unflatten(-1, (2, 2)) * 2)), z.real[:, y.shape[1] // 2 :], y),
     "as real numbers": lambda x, y: ((z := torch.polar(y, y)), torch.view_as_real(z)[:, y.shape[1] // 2 :]),
+    "conjugates": lambda x, y: ((z := torch.polar(y, y)), z.conj()[:, y.shape[1] // 2 :]),
     "bits": lambda x, y: ((z := x * 2), z.detach().view(torch.int64)[:, y.shape[1] // 2 :]),
     "part of an input, in numbers": lambda x, y: (x[:, : x.shape[1] - 3][0, 2:5], x.view(2, x.shape[1], 2, 2)[0, 3]),
     "of one sequence": lambda x, y: (y, y[:1, y.shape[1] // 2 :].expand(3, -1, -1)),
@@ -134,12 +135,47 @@ def test_a_view_of_memory_that_two_inputs_share_and_one_writes(with_gradients: b
         torch.testing.assert_close(*results)
 
 
+class OfConjugates(nn.Module):
+    """Takes a complex number's parts, and returns parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("turn", torch.polar(torch.ones(40, 4), torch.randn(40, 4)).to(torch.complex128).conj())
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        turn = self.turn[: z.shape[1]]  # type: ignore[index]
+        x = z.real * turn.imag + z.imag * turn.real
+        q = self.up(x)[:, None]
+        y = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return self.down(y).sin(), y.tanh()
+
+
+@pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_numbers_that_are_marked_as_conjugates(bodies: str) -> None:
+    """Inputs, buffers and gradients, with the mark and without: memory holds other numbers than they are."""
+    torch.manual_seed(0)
+    model = OfConjugates().double()
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": bodies})
+    for mark in (torch.clone, torch.conj):
+        given = torch.polar(*torch.randn(2, 2, 13, 4, dtype=torch.float64)).requires_grad_()
+        results = []
+        for function in (compiled, model):
+            real, imaginary = function(mark(given))
+            loss = torch.complex(real, imaginary).conj().imag.sin().sum()
+            results.append([real, imaginary, *torch.autograd.grad(loss, [given, *model.parameters()])])
+        torch.testing.assert_close(*results)
+
+
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it
     "rows": lambda y: (y, y[:, y.shape[1] // 2 :]),
     "rows, first": lambda y: (y[:, y.shape[1] // 2 :], y),
     "detached": lambda y: (y, y.detach()),
     "turned": lambda y: (y, y.unflatten(-1, (2, 2)).transpose(1, 2)),
     "two parts": lambda y: (y[:, 3:], y[:, :-1]),
+    "conjugates": lambda y: ((z := torch.polar(y, y)), z.conj()),
+    "conjugates, part of each": lambda y: ((z := torch.polar(y, y)).conj()[:, 3:], z[:, :-1]),
+    "negatives": lambda y: ((z := torch.polar(y, y)).imag, z.conj().imag),
     "two parts, turned": lambda y: (y[:, 1:].mT, y.expand(3, 2, -1, -1)),
 }
 

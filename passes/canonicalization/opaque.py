@@ -20,11 +20,11 @@ from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
-from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.runtime.as_traced import Marks, marks_of, part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-Place = tuple["int | str | Elsewhere", Size, tuple[Size, ...]]
+Place = tuple["int | str | Elsewhere", Size, tuple[Size, ...], Marks]
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -77,8 +77,9 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, and its strides; of other memory, as of an input that was written to, behind the beginning of all
-    of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
+    beginning of that it begins, its strides and its marks; of other memory, as of an input that was written to, behind the
+    beginning of all of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by
+    itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -87,9 +88,9 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
     where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
     if where is None:
-        return Elsewhere(base.name), offset, strides
+        return Elsewhere(base.name), offset, strides, marks_of(own)
     begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
-    return where, simplified(offset - begins), strides
+    return where, simplified(offset - begins), strides, marks_of(own)
 
 
 def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:

@@ -35,6 +35,7 @@ from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, place
+from streamfx.runtime.as_traced import marks_of, unmarked
 from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
@@ -116,8 +117,13 @@ class _Rewriter:
         for node in self.joint.primals:
             made = outer.graph.placeholder(node.name)
             made.meta = dict(node.meta)
-            outer.env[node] = made
+            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and any(marks_of(node.meta["val"])) else made
         outer.symbols.update(symbols_of(self.joint, outer))
+
+    def _unmarked(self, outer: OuterBuilder, given: fx.Node) -> fx.Node:
+        made = outer.graph.call_function(unmarked, (given,))
+        made.meta = {**given.meta, "val": unmarked(given.meta["val"])}
+        return made
 
     def _wanted(self, stage: Stage) -> list[fx.Node]:
         """Values of a stage that anything outside of it uses: later stages, the caller, the backward half's sums."""
@@ -142,15 +148,15 @@ class _Rewriter:
         """
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
         layouts, places = (meta.get(name, (None,) * len(outputs)) for name in (LAYOUTS, PLACES))
-        inputs = {node.name: node for node in self.joint.primals}
+        inputs = {node.name: node for node in forward.graph.find_nodes(op="placeholder")}
         made: dict[Any, Any] = {}
 
         def laid(number: int) -> Any:
             output, strides, place = outputs[number], layouts[number], places[number]
             if place is not None and not isinstance(place[0], Elsewhere):
-                base, offset, own = place
-                of = forward.operand(inputs[base]) if isinstance(base, str) else laid(base)
-                return forward.part_of_memory(of, output, offset, own)
+                base, *lies = place
+                of = inputs[base] if isinstance(base, str) else laid(base)
+                return forward.part_of_memory(of, output, *lies)
             if (output, strides, place) in made:
                 return made[output, strides, place]
             if place is None:
@@ -169,7 +175,7 @@ class _Rewriter:
         same_type = len({output.meta["val"].dtype for output, *_ in alike}) == 1
         if len(alike) > 1 and same_type:
             return forward.placed_together(values, places)
-        return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
+        return [forward.placed(value, begins, strides) for value, (begins, strides, _) in zip(values, places, strict=True)]
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))

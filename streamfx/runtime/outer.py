@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.errors import StaleGraph
-from streamfx.runtime.as_traced import reinterpreted
+from streamfx.runtime.as_traced import reinterpreted, unmarked
 from streamfx.runtime.mask_programs import Looks, looking
 from streamfx.runtime.where import name_line
 
@@ -105,17 +105,22 @@ class OuterRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [What a run needs lives in that run].
 
     `saves_after` is given for a forward half: so many results are the caller's, and the others are saved for the backward half.
-    `asks` tells which inputs of a forward half the graph was compiled to compute gradients for.
+    `asks` tells which inputs of a forward half the graph was compiled to compute gradients for. A backward half takes gradients
+    that code outside has made, and may have marked as conjugates or negatives.
     """
 
-    def __init__(self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = ()) -> None:
+    def __init__(
+        self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = (), is_backward: bool = False
+    ) -> None:
         self.module = module
         self._graph = OuterGraph(module)
-        self._saves_after, self._asks = saves_after, tuple(asks)
+        self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         self._check_gradients(arguments)
+        if self._is_backward:
+            arguments[:] = map(unmarked, arguments)
         given = {id(argument) for argument in arguments} if self._saves_after is not None else set()
         with torch.no_grad(), looking(_found_before(arguments)) as looks:
             results = self._graph.run(arguments)

@@ -193,6 +193,8 @@ def _result(w: Writer) -> str:
             "x[..., x.shape[1] // 9 :].transpose(0, 1)",
             "x.flatten(0, 1)",
             "x.flatten(0, 1)[3:9]",
+            "(polar := torch.polar(x, x))[:, 1:].detach()",
+            "polar.detach().conj().imag",
             "labels[:, labels.shape[1] // 2 :]",
         )
         return ", ".join(("loss", "x", *views))

@@ -39,7 +39,6 @@ rule(
     aten.masked_fill.Tensor,
     aten.polar.default,
     aten.complex.default,
-    aten._conj.default,
     aten.conj_physical.default,
     aten.real.default,
     aten.imag.default,
