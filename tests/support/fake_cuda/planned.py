@@ -1,0 +1,30 @@
+"""What a plan says of a step that `report.py` traces, as a program that is given what to plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import streamfx
+from streamfx.planner.predict import held_by
+from tests.support.fake_cuda.report import model_of
+
+
+def planned(model: str, length: int, device: str, layers: int = 2) -> dict[str, Any]:
+    """Rows per chunk, and figures beside parameters and inputs."""
+    config = model_of(model, layers, None).config
+    found = streamfx.plan(config, seq=length, device=device, baselines=False).prediction
+    own = held_by(model_of(model, layers, None)) + found.peak_by_term["inputs"]
+    return {
+        "rows": [stage["chunk_size"] for stage in found.stages],
+        "peak": found.peak_bytes - own,
+        **{name: getattr(found, name) for name in ("flops", "moved", "launches")},
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(planned(**json.loads(sys.argv[1]))))
