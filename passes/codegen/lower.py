@@ -24,7 +24,8 @@ from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, Number, Program, Same
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
-from streamfx.runtime.compiled import CompiledBody, Step
+from streamfx.runtime.compiled import CompiledBody, segment_call, single_call
+from streamfx.runtime.written import Call
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -42,22 +43,21 @@ class Lower:
             return facts
         program: Program = known(facts.program)
         for loop in program.loops:
-            placeholders = [node.name for node in loop.spec.body.graph.find_nodes(op="placeholder")]
-            loop.compiled = CompiledBody(split(loop.spec), placeholders)
+            loop.compiled = CompiledBody(split(loop.spec), loop.spec.body)
         return replace(facts, program=program)
 
 
-def split(spec: LoopSpec) -> tuple[Step, ...]:
-    """The body as steps in order: compiled segments, and single operators of the runtime."""
+def split(spec: LoopSpec) -> list[Call]:
+    """The body as calls in order: compiled segments, and single operators of the runtime."""
     parts = _Parts(spec)
-    steps: list[Step] = []
+    calls: list[Call] = []
     for number in range(BEFORE, 1 + max(parts.level.values(), default=0)):
         nodes = [node for node, own in parts.level.items() if own == number and node.op in CALLS]
         compiled = [node for node in nodes if parts.is_compiled(node)]
         if compiled:
-            steps.append(_segment(compiled, spec.body))
-        steps.extend(Step.single(node, spec.body) for node in nodes if not parts.is_compiled(node))
-    return (*steps, Step.result(spec.body.graph.output_node()))
+            calls.append(_segment(compiled))
+        calls.extend(single_call(node, spec.body) for node in nodes if not parts.is_compiled(node))
+    return calls
 
 
 class _Parts:
@@ -143,7 +143,7 @@ def is_last(node: fx.Node) -> bool:
     return all(user.op == "output" for user in node.users)
 
 
-def _segment(nodes: list[fx.Node], body: fx.GraphModule) -> Step:
+def _segment(nodes: list[fx.Node]) -> Call:
     inside = set(nodes)
     inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))
@@ -154,7 +154,7 @@ def _segment(nodes: list[fx.Node], body: fx.GraphModule) -> Step:
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in outputs))
-    return Step.segment(LazyGraphModule(torch.nn.Module(), graph), inputs, outputs)
+    return segment_call(LazyGraphModule(torch.nn.Module(), graph), inputs, outputs)
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from streamfx.runtime.segments import Segment
-from streamfx.runtime.where import name_line
+from streamfx.runtime.written import Call, function_of
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a body: values read by name, values written by name, what makes them, and the operators that it stands for."""
+def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Call:
+    """A stretch of a body, from what it takes to what others use of it."""
+    return Call(Segment(module), tuple(inputs), {}, tuple(outputs), tuple(module.graph.nodes))
 
-    run: Any
-    args: Any
-    kwargs: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    kind: str
-    nodes: tuple[fx.Node, ...] = ()
 
-    @staticmethod
-    def segment(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Step:
-        names = tuple(node.name for node in inputs)
-        return Step(
-            Segment(module), None, None, names, tuple(node.name for node in outputs), "segment", tuple(module.graph.nodes)
-        )
-
-    @staticmethod
-    def single(node: fx.Node, body: fx.GraphModule) -> Step:
-        inputs = tuple(source.name for source in node.all_input_nodes)
-        run = body.get_submodule(node.target) if isinstance(node.target, str) else node.target
-        return Step(run, node.args, node.kwargs, inputs, (node.name,), "single", (node,))
-
-    @staticmethod
-    def result(node: fx.Node) -> Step:
-        inputs = tuple(source.name for source in node.all_input_nodes)
-        return Step(None, node.args[0], None, inputs, (), "result")
+def single_call(node: fx.Node, body: fx.GraphModule) -> Call:
+    """One operator of a body, or one of its modules."""
+    run = body.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
+    return Call(run, node.args, dict(node.kwargs), node, (node,))
 
 
 class CompiledBody:
-    """Runs steps in order, dropping each value after its last use."""
+    """A body as a function that runs calls in order, and drops each value after its last use."""
 
-    def __init__(self, steps: Sequence[Step], placeholders: Sequence[str]) -> None:
-        self.steps, self.placeholders = tuple(steps), tuple(placeholders)
-        last: dict[str, int] = {}
-        for position, step in enumerate(self.steps):
-            for name in (*step.inputs, *step.outputs):
-                last[name] = position
-        self._dying = [[name for name, at in last.items() if at == position] for position in range(len(self.steps))]
+    def __init__(self, calls: Sequence[Call], body: fx.GraphModule) -> None:
+        self._calls, self._body = tuple(calls), body
 
     def __str__(self) -> str:
-        segments = sum(step.kind == "segment" for step in self.steps)
-        return f"{segments} compiled segments, {len(self.steps) - segments - 1} operators of the runtime"
+        return f"{len(self.segments)} compiled segments, {len(self._calls) - len(self.segments)} operators of the runtime"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBody:
         """Copies of a loop share it: it holds nothing of a run. (AOTAutograd copies the backward half.)"""
@@ -65,33 +39,22 @@ class CompiledBody:
 
     @property
     def segments(self) -> list[Segment]:
-        return [step.run for step in self.steps if step.kind == "segment"]
+        return [call.run for call in self._calls if isinstance(call.run, Segment)]
 
     def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
-        """The body for a loop whose chunks have so many different lengths."""
-        return partial(self, several=lengths > 1)
+        """The body for a loop whose chunks have so many different lengths; it is written for the first such loop."""
+        return self._for_one if lengths == 1 else self._for_several
 
-    def __call__(self, *feeds: Any, several: bool = False) -> Sequence[Any]:
-        env: dict[str, Any] = dict(zip(self.placeholders, feeds, strict=True))
-        del feeds
-        result: Sequence[Any] = ()
-        for step, dying in zip(self.steps, self._dying, strict=True):
-            try:
-                result = self._step(step, env, several)
-            except Exception as error:
-                name_line(error, step.nodes)
-                raise
-            for name in dying:
-                env.pop(name, None)
-        return result
+    @cached_property
+    def _for_one(self) -> Callable[..., Sequence[Any]]:
+        return self._written(self._calls)
 
-    def _step(self, step: Step, env: dict[str, Any], several: bool) -> Sequence[Any]:
-        if step.kind == "segment":
-            env.update(zip(step.outputs, step.run(*(env[name] for name in step.inputs), several=several), strict=True))
-            return ()
-        arguments = fx.node.map_arg((step.args, step.kwargs), lambda node: env[node.name])
-        if step.kind == "result":
-            values: Sequence[Any] = arguments[0]
-            return values
-        env[step.outputs[0]] = step.run(*arguments[0], **arguments[1])
-        return ()
+    @cached_property
+    def _for_several(self) -> Callable[..., Sequence[Any]]:
+        return self._written(
+            [replace(call, run=call.run.of_several) if isinstance(call.run, Segment) else call for call in self._calls]
+        )
+
+    def _written(self, calls: Sequence[Call]) -> Callable[..., Sequence[Any]]:
+        graph = self._body.graph
+        return function_of("body", graph.find_nodes(op="placeholder"), calls, graph.output_node().args[0])

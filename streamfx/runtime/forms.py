@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ class Form:
     def call(self, numbers: Numbers, inputs: Sequence[Any]) -> Any:
         tensors = (value for value in inputs if isinstance(value, Tensor))
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
+
+    def bound(self, numbers: Numbers, given: Sequence[Any]) -> Callable[..., Any]:
+        """What runs for all inputs that are like `given`; packed, these make the numbers."""
+        run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
+        if self.family.at is not None:
+            run = partial(run, numbers[self.family.at])
+        tensors = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
+        packs = {i for i in tensors if packed(given[i]) is not given[i]}
+        if len(tensors) == len(given) and not packs:
+            return run
+        return lambda *own: run(*[own[i].contiguous() if i in packs else own[i] for i in tensors])
 
 
 def fitting(forms: Sequence[Form], numbers: Numbers) -> Form | None:

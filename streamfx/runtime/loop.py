@@ -1,19 +1,18 @@
-"""The loop over chunks: feeds a body, keeps its buffers, stacks and sums its results."""
+"""The loop over chunks: makes its buffers and results; what feeds its body is written in `loop_code.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streamfx.ir.program import Buffer, BufferPart, ChunkKey, Kept, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
+from streamfx.ir.program import Buffer, Kept, LoopSpec, Stacked
 from streamfx.ir.sizes import Size
-from streamfx.ir.span import Span
-from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.compiled import CompiledBody
-from streamfx.runtime.sizes import compiled_size, member_bounds, shifted_bounds, span_bounds
+from streamfx.runtime.loop_code import written_loop
+from streamfx.runtime.sizes import compiled_size
 
 Env = dict[str, int]
 
@@ -48,6 +47,7 @@ class Loop(nn.Module):
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # runs in place of the body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
+        self._written: tuple[LoopSpec | None, Callable[..., None]] = None, lambda *_: None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
         """Bounds of the chunks, in the order in which they run."""
@@ -60,23 +60,23 @@ class Loop(nn.Module):
         tensors = arguments[len(spec.symbols) :]
         length = self.size(spec.length, env)
         step = self.rows_per_chunk(length, env)
-        env["chunks"] = max(1, -(-length // step))
+        env["chunks"] = chunks = max(1, -(-length // step))
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
-        stacked = [item for item in spec.yields if isinstance(item, Stacked)]
-        results = [self._result(item, tensors, env) for item in stacked]
-        for number, (start, stop) in enumerate(bounds):
-            env.update(start=start, stop=stop, chunk=start // step)
-            feeds = list(self._feeds(env, tensors, buffers, length, number))
-            made: Any = run(*feeds)
-            del feeds
-            for item, result, rows in zip(stacked, results, made, strict=True):
-                own = self._part(result, ((item.placement, None),), env, length, rows_view)
-                own.copy_(rows.reshape(own.shape))
-            made = rows = None
+        results = [self._result(item, tensors, env) for item in spec.yields if isinstance(item, Stacked)]
+        if len(bounds):
+            self._code()(run, bounds, step, chunks, env, tensors, buffers, results)
         kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
         return (*results, *kept)
+
+    def _code(self) -> Callable[..., None]:
+        """What runs for the chunks, written when it is first asked for."""
+        spec, (known, code) = self.spec, self._written
+        if known is not spec:
+            code = written_loop(spec)
+            self._written = spec, code
+        return code
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
         """What runs the body for these chunks."""
@@ -102,49 +102,6 @@ class Loop(nn.Module):
         sizes = [self.size(size, env) for size in item.shape]
         make = torch.zeros if zeroed else torch.empty
         return make(sizes, dtype=item.dtype, device=item.device)
-
-    # -- before a chunk
-
-    def _feeds(self, env: Env, tensors: Sequence[Any], buffers: Sequence[Tensor], length: int, number: int) -> Iterator[Any]:
-        for feed, source in zip(self.spec.feeds, self.spec.sources, strict=True):
-            match feed:
-                case Same():
-                    yield tensors[source]  # type: ignore[index]
-                case Part():
-                    yield self._part(tensors[source], feed.where, env, length, rows_of)  # type: ignore[index]
-                case BufferPart():
-                    yield self._part(buffers[feed.buffer], feed.where, env, length, rows_view)
-                case Number():
-                    yield self.size(feed.value, env)
-                case ChunkKey():
-                    yield env["start"]
-
-    def _part(
-        self,
-        tensor: Tensor,
-        where: Sequence[tuple[Placement, Selector]],
-        env: Env,
-        length: int,
-        take: Callable[..., Tensor],
-    ) -> Tensor:
-        for placement, selector in where:
-            start, count = self._bounds(placement, selector, env, length)
-            outer, inner = self.size(placement.outer, env), self.size(placement.inner, env)
-            rows = self.size(placement.rows.length, env)
-            tensor = take(tensor, placement.dim, outer, inner, rows, start, count)
-        return tensor
-
-    def _bounds(self, placement: Placement, selector: Selector, env: Env, length: int) -> tuple[int, int]:
-        """First row and number of rows, in the placement's own axis."""
-        start, stop = env["start"], env["stop"]
-        offset, rows = self.size(placement.rows.offset, env), self.size(placement.rows.length, env)
-        if isinstance(selector, Span):
-            return span_bounds(start, stop, length, selector.low, selector.high, offset, rows)
-        if selector is None:
-            return member_bounds(start, stop, length, offset, rows, placement.rows.block)
-        other = self.size(selector.rows.offset, env), self.size(selector.rows.length, env)
-        by = self.size(selector.by, env)
-        return shifted_bounds(start, stop, length, *other, by, rows, selector.reach, selector.rows.block)
 
     # -- results
 

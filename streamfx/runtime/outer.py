@@ -1,4 +1,4 @@
-"""Runs an outer graph: few operators and loops, each value dropped after its last use.
+"""Runs an outer graph as a function that is written for it: few operators and loops, each value dropped after its last use.
 
 # NOTE [What a run needs lives in that run]
 Several threads may call one compiled model at once, a backward half may run inside of another, and the next forward half may
@@ -11,8 +11,7 @@ traces at that moment would take that node's facts for its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, fx
 from streamfx.errors import StaleGraph
 from streamfx.runtime.as_traced import reinterpreted, unmarked
 from streamfx.runtime.mask_programs import Looks, looking
-from streamfx.runtime.where import name_line
+from streamfx.runtime.written import Call, function_of
 
 aten = torch.ops.aten
 COPIES_WHERE_NEEDED: dict[Any, Any] = {
@@ -32,55 +31,25 @@ COPIES_WHERE_NEEDED: dict[Any, Any] = {
 LOOKS = "_streamfx_looks"  # an attribute of what a forward half saves: what it has found of masks
 
 
-@dataclass(frozen=True)
-class Step:
-    """One operator of an outer graph, and the values that nobody asks for after it."""
-
-    node: fx.Node
-    run: Callable[..., Any]
-    dying: tuple[fx.Node, ...]
-
-    def __call__(self, values: dict[fx.Node, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), values.__getitem__)
-        try:
-            return self.run(*args, **kwargs)
-        except Exception as error:
-            name_line(error, self._operators())
-            raise
-
-    def _operators(self) -> list[fx.Node]:
-        """Those of the user's that this may be: all in a loop's body, or itself."""
-        body = getattr(getattr(self.run, "__self__", None), "body", None)
-        return list(body.graph.nodes) if isinstance(body, fx.GraphModule) else [self.node]
-
-
 class OuterGraph:
-    """The steps of an outer graph, in order; it holds nothing of a run."""
+    """An outer graph as a function; it holds nothing of a run."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-        last = {source: node for node in (*nodes, module.graph.output_node()) for source in node.all_input_nodes}
-        self._placeholders = module.graph.find_nodes(op="placeholder")
-        self._unused = tuple(node for node in self._placeholders if node not in last)
-        self._steps = tuple(Step(node, _function_of(node, module), _dying(node, last)) for node in nodes)
-        self._results = module.graph.output_node().args[0]
+        graph = module.graph
+        calls = [_call(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
+        given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+        self._function = function_of("outer", given, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
         """The results; `arguments` is emptied, so that nothing holds a value after its last use."""
-        values: dict[fx.Node, Any] = dict(zip(self._placeholders, arguments, strict=True))
-        arguments.clear()
-        for node in self._unused:
-            del values[node]
-        for step in self._steps:
-            values[step.node] = step(values)
-            for node in step.dying:
-                del values[node]
-        return fx.node.map_arg(self._results, values.__getitem__)
+        return self._function(arguments)
 
 
-def _dying(node: fx.Node, last: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
-    """What nobody asks for after a node: of its operands and itself, by the last user of each."""
-    return tuple(value for value in (*node.all_input_nodes, node) if last.get(value, node) is node)
+def _call(node: fx.Node, module: fx.GraphModule) -> Call:
+    run = _function_of(node, module)
+    body = getattr(getattr(run, "__self__", None), "body", None)
+    operators = tuple(body.graph.nodes) if isinstance(body, fx.GraphModule) else (node,)
+    return Call(run, node.args, dict(node.kwargs), node, operators)
 
 
 def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -29,6 +29,7 @@ from streamfx.torch_private import compile_for_one_size
 from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.sizes import compile_for_sizes
 
+MOST_READY = 32  # of one stretch: of lengths that come and go no more are remembered
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
 
@@ -37,18 +38,32 @@ _forms: dict[Hashable, list[Form]] = {}
 
 
 class Segment:
-    """A stretch of a body. Called with `several` if chunks of more than one length are to come.
+    """A stretch of a body. `of_several` is for a loop whose chunks have more than one length.
 
     If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
     there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
+
+    How inputs lie in memory says which form they take. That is found once for inputs that lie alike, and `_ready` has it.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.structure = structure(module.graph)
         self._seen: dict[Hashable, Numbers] = {}
+        self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
 
-    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
+        run = self._ready.get(lie) or self._prepared(given, lie, several=False)
+        return run(*given)
+
+    def of_several(self, *given: Any) -> Sequence[Any]:
+        lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
+        run = self._ready.get(lie) or self._prepared(given, lie, several=True)
+        return run(*given)
+
+    def _prepared(self, given: Sequence[Any], lie: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
+        """What runs for inputs that lie so."""
         inputs = [packed(value) for value in given]
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.structure, kinds), [])
@@ -57,9 +72,15 @@ class Segment:
             with compiling():
                 form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
                 forms += [form] if form is not None and form not in forms else []
-        if form is None:
-            return self.module(*inputs)  # type: ignore[no-any-return]
-        return form.call(numbers, inputs)  # type: ignore[no-any-return]
+        if form is None and len(forms) < MOST_FORMS:
+            return self._interpreted  # once more: then there may be a form
+        if len(self._ready) >= MOST_READY:
+            self._ready.clear()
+        run = self._ready[lie] = self._interpreted if form is None else form.bound(numbers, given)
+        return run
+
+    def _interpreted(self, *given: Any) -> Sequence[Any]:
+        return self.module.forward(*map(packed, given))  # type: ignore[no-any-return]
 
     def _new_form(
         self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], forms: Sequence[Form], several: bool

@@ -133,14 +133,19 @@ def _bounds(span: Span) -> tuple[Any, Any]:
 def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
     """A function from the values of the symbols to the size, or to a number or a truth of another kind."""
     names = sorted(symbol.name for symbol in free_symbols([size]))
-    code = f"lambda {', '.join(names)}: {_Printer().doprint(simplified(size))}"
-    function = eval(code, dict(_FUNCTIONS))
-    kind = {Real: float, Truth: bool}.get(type(size), int)
+    code = f"lambda {', '.join(names)}: {SizePrinter().doprint(simplified(size))}"
+    function = eval(code, dict(FUNCTIONS))
+    kind = kind_of_size(size)
     return lambda env: kind(function(*(env[name] for name in names)))
 
 
-class _Printer(PythonPrinter):  # type: ignore[misc]
-    """Names functions of sizes as `_FUNCTIONS` does."""
+def kind_of_size(size: Size) -> Callable[[Any], Any]:
+    """What makes a size out of what its expression gives."""
+    return {Real: float, Truth: bool}.get(type(size), int)  # type: ignore[return-value]
+
+
+class SizePrinter(PythonPrinter):  # type: ignore[misc]
+    """Names functions of sizes as `FUNCTIONS` does."""
 
     def _print_Function(self, expression: Any) -> str:
         arguments = ", ".join(self._print(argument) for argument in expression.args)
@@ -153,23 +158,29 @@ class _Printer(PythonPrinter):  # type: ignore[misc]
         return "None"
 
 
-def _unbounded(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:
+# The functions of sizes that are the first row, or the number of rows, that a function finds
+BOUNDS: dict[str, tuple[str, int]] = {
+    f"{kind}_{part}": (f"{kind}_bounds", position)
+    for kind in ("member", "span", "shifted")
+    for position, part in enumerate(("start", "count"))
+}
+
+
+def _part_of(function: Callable[..., tuple[int, int]], part: int) -> Callable[..., int]:
     return lambda *arguments: function(*arguments)[part]
 
 
-_FUNCTIONS: dict[str, Any] = {
+FUNCTIONS: dict[str, Any] = {
     "math": math,
     "torch": torch,
     "Real": float,
     "Truth": bool,
-    "member_start": _unbounded(member_bounds, 0),
-    "member_count": _unbounded(member_bounds, 1),
-    "shifted_start": _unbounded(shifted_bounds, 0),
-    "shifted_count": _unbounded(shifted_bounds, 1),
     "shifted_before": rows_before,
-    "span_start": _unbounded(span_bounds, 0),
-    "span_count": _unbounded(span_bounds, 1),
+    "member_bounds": member_bounds,
+    "span_bounds": span_bounds,
+    "shifted_bounds": shifted_bounds,
 }
+FUNCTIONS |= {name: _part_of(FUNCTIONS[function], part) for name, (function, part) in BOUNDS.items()}
 
 
 class SizeOf(torch.nn.Module):
