@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamfx.runtime import attention, mask_programs
 from streamfx.runtime.mask_programs import Mask, MaskProgram
-from streamfx.runtime.visible import Kind, Piece, pieces_of
+from streamfx.runtime.visible import Kind, Piece, Seen, numbers_of, pieces_in, pieces_of
 from tests.support.small import Padded
 from tests.support.tracing import compare_function
 
@@ -77,6 +77,15 @@ def test_pieces_are_the_mask(mask: Tensor) -> None:
     assert torch.equal(made[~hidden], mask[~hidden])
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 9), (2, 7, 1), (1, 1, 1)])
+@pytest.mark.parametrize("value", [0.0, -INF, 0.5])
+def test_a_mask_that_is_alike_along_a_dimension_is_looked_at_once_along_it(shape: tuple[int, ...], value: float) -> None:
+    mask = torch.zeros(shape)
+    mask[..., mask.shape[-1] // 2] = value
+    seen = Seen(numbers_of(mask, True), mask.shape[2])
+    assert pieces_in(seen, 2, 7, 9) == pieces_of(mask.expand(-1, 7, 9), 2)
+
+
 def test_only_minus_infinity_hides_large_scores() -> None:
     """Beside scores that may be as large, a huge number is something that is added."""
     mask = torch.zeros(1, 8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e35)
@@ -129,7 +138,7 @@ def test_padding_needs_few_masks(keep: slice, kinds: set[Kind]) -> None:
 
 @pytest.fixture
 def looked_at() -> Iterator[mock.Mock]:
-    with mock.patch.object(mask_programs, "pieces_of", side_effect=pieces_of) as spy:
+    with mock.patch.object(mask_programs, "numbers_of", side_effect=numbers_of) as spy:
         yield spy
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,13 @@ from torch import Tensor, nn
 from streamfx.ir.program import Buffer, Kept, LoopSpec, Stacked
 from streamfx.ir.sizes import Size
 from streamfx.runtime.compiled import CompiledBody
-from streamfx.runtime.loop_code import written_loop
+from streamfx.runtime.loop_code import written_inputs, written_loop
+from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
 from streamfx.runtime.sizes import compiled_size
 
 Env = dict[str, int]
+Run: TypeAlias = "Callable[..., None]"
+Masks: TypeAlias = "dict[MaskProgram, list[Callable[..., Iterable[Inputs]]]]"
 
 
 class Chunks(Sequence[tuple[int, int]]):
@@ -30,6 +35,16 @@ class Chunks(Sequence[tuple[int, int]]):
     def __getitem__(self, number: Any) -> Any:
         start = self._starts[-1 - number if self._reverse else number]
         return start, min(start + self._step, self._length)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        step, length = self._step, self._length
+        for start in reversed(self._starts) if self._reverse else self._starts:
+            yield start, min(start + step, length)
+
+    @property
+    def lengths(self) -> int:
+        """How many different lengths they have."""
+        return 1 if len(self) == 1 or self._length % self._step == 0 else 2
 
     def touching(self, row: int) -> set[int]:
         """Numbers of the chunks that hold a row, or begin or end there."""
@@ -47,7 +62,7 @@ class Loop(nn.Module):
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # runs in place of the body
         self._sizes: dict[Size, Callable[[Env], int]] = {}
-        self._written: tuple[LoopSpec | None, Callable[..., None]] = None, lambda *_: None
+        self._written: tuple[LoopSpec, tuple[Run, Masks]] | None = None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
         """Bounds of the chunks, in the order in which they run."""
@@ -66,23 +81,26 @@ class Loop(nn.Module):
         run = self.runner(bounds)
         results = [self._result(item, tensors, env) for item in spec.yields if isinstance(item, Stacked)]
         if len(bounds):
-            self._code()(run, bounds, step, chunks, env, tensors, buffers, results)
+            code, masks = self._code()
+            given = bounds, step, chunks, env, tensors, buffers, results
+            with coming(lambda program: _upcoming(masks, program, given)) if masks else nullcontext():
+                code(run, *given)
         kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
         return (*results, *kept)
 
-    def _code(self) -> Callable[..., None]:
+    def _code(self) -> tuple[Run, Masks]:
         """What runs for the chunks, written when it is first asked for."""
-        spec, (known, code) = self.spec, self._written
-        if known is not spec:
-            code = written_loop(spec)
-            self._written = spec, code
-        return code
+        spec, known = self.spec, self._written
+        if known is None or known[0] is not spec:
+            known = self._written = spec, (written_loop(spec), _masks_of(spec))
+        return known[1]
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
         """What runs the body for these chunks."""
         if self.compiled is None:
             return self.body.forward  # type: ignore[no-any-return]
-        return self.compiled.for_chunks(len({stop - start for start, stop in bounds}))
+        assert isinstance(bounds, Chunks)
+        return self.compiled.for_chunks(bounds.lengths)
 
     def rows_per_chunk(self, length: int, env: Env) -> int:
         chunk = self.spec.chunk_size
@@ -114,3 +132,18 @@ class Loop(nn.Module):
     def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
         total, count = buffers[item.buffer], self.size(item.count, env)
         return (total / count if count != 1 else total).to(item.dtype)
+
+
+def _masks_of(spec: LoopSpec) -> Masks:
+    """What each mask program of a body is given, for each of its calls."""
+    position = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
+    found: Masks = {}
+    for call in spec.body.graph.find_nodes(op="call_module"):
+        program = spec.body.get_submodule(str(call.target))
+        if isinstance(program, MaskProgram):
+            found.setdefault(program, []).append(written_inputs(spec, [position[source] for source in call.args]))
+    return found
+
+
+def _upcoming(masks: Masks, program: MaskProgram, given: tuple[Any, ...]) -> Iterator[Inputs]:
+    return chain.from_iterable(inputs(None, *given) for inputs in masks.get(program, ()))

@@ -193,10 +193,11 @@ def written_loop(spec: LoopSpec) -> Callable[..., None]:
 
 
 def written_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
-    """The same arguments but `run` and `results`: for each chunk what these placeholders of the body are fed."""
+    """The same arguments, to what these placeholders of the body are fed for each chunk."""
     writer = LoopWriter(spec)
     feeds = writer.feeds(positions)
-    return _function(_text(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], 0))
+    stacked = sum(isinstance(item, Stacked) for item in spec.yields)
+    return _function(_text(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], stacked))
 
 
 def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:

@@ -6,37 +6,62 @@ memory, by their shapes and by their versions, and keeps that memory, so that no
 written in the graph, such as an `arange`, are made anew by each half; they are known by how they are made, and where in them the
 view lies. So what is remembered is what the mask would come down to, were it made again. Each forward half begins with nothing,
 and its backward half goes on with what that has found: other steps, in this thread or in others, have looks of their own.
+
+# NOTE [One look for all chunks]
+The host waits for the device when it reads numbers of a mask. So the first chunk of a loop that asks lets the masks of all chunks
+be made, one after the other; a few numbers of each row are left of them, and those of all chunks are read together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from streamfx.runtime.visible import Kind, Piece, pieces_of
+from streamfx.runtime.visible import Kind, Piece, Seen, numbers_of, pieces_in, pieces_of
 from streamfx.torch_private import FakeTensor
+
+Inputs = tuple[Any, ...]
 
 
 class Looks:
-    """What a step has found of its masks: pieces by mask program and inputs, and the memory that the inputs lie in."""
+    """What a step has found of its masks, by mask program and inputs, and the memory that the inputs lie in."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[Piece, ...], list[Any]]] = {}
+        self._seen: dict[Hashable, tuple[Seen, list[Any]]] = {}
+        self._pieces: dict[Hashable, tuple[Piece, ...]] = {}
 
-    def find(self, key: Hashable) -> tuple[Piece, ...] | None:
-        found = self._known.get(key)
-        return found[0] if found is not None else None
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._seen
 
-    def keep(self, key: Hashable, pieces: tuple[Piece, ...], inputs: Sequence[Any]) -> None:
-        """Remember pieces; of tensors the memory is kept, not the tensor, which may be a view of what these looks hang on."""
-        self._known[key] = pieces, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
+    def keep(self, key: Hashable, seen: Seen, inputs: Sequence[Any]) -> None:
+        """Of tensors the memory is kept, not the tensor, which may be a view of what these looks hang on."""
+        self._seen[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
+
+    def pieces(self, key: Hashable, *sizes: int) -> tuple[Piece, ...]:
+        """What rows see that have been looked at: of so many sequences, rows and keys."""
+        found = self._pieces.get((key, sizes))
+        if found is None:
+            found = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
+        return found
 
 
 _looks: ContextVar[Looks | None] = ContextVar("streamfx_looks", default=None)
+_upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("streamfx_upcoming", default=None)
+
+
+@contextmanager
+def coming(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
+    """While a loop runs: what each of its mask programs is given for all of its chunks."""
+    token = _upcoming.set(inputs)
+    try:
+        yield
+    finally:
+        _upcoming.reset(token)
 
 
 @contextmanager
@@ -68,23 +93,43 @@ class MaskProgram(nn.Module):
 
     def pieces(self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool) -> tuple[Piece, ...] | None:
         """What the chunk's rows see, where the mask is the same for all heads; else None."""
-        key = self._identity(mask.inputs, (batch, rows, keys, finite_hides))
-        known = mask.looks.find(key) if key is not None else None
-        if known is not None:
-            return known
-        dense = mask.dense()
-        if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
-            return None
-        found = pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
-        if key is not None:
-            mask.looks.keep(key, found, mask.inputs)
-        return found
+        key = self._identity(mask.inputs, finite_hides)
+        if key is None or key not in mask.looks:
+            dense = mask.dense()
+            if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
+                return None
+            if key is None:
+                return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
+            self._look(mask, key, finite_hides)
+        return mask.looks.pieces(key, batch, rows, keys)
 
-    def _identity(self, inputs: tuple[Any, ...], sizes: tuple[int, ...]) -> Hashable | None:
+    def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
+        """Look at the masks of all chunks of the loop at once: see NOTE [One look for all chunks]."""
+        upcoming = _upcoming.get() or (lambda _: ())
+        found: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
+        for inputs in (mask.inputs, *upcoming(self)):
+            own = self._identity(inputs, finite_hides)
+            if own is not None and own not in found and own not in mask.looks:
+                dense = mask.dense() if own == key else self.dense(inputs)
+                if dense.shape[1] == 1 and dense.numel():
+                    found[own] = inputs, numbers_of(dense[:, 0], finite_hides), dense.shape[3]
+        numbers = torch.cat([numbers.flatten() for _, numbers, _ in found.values()]).cpu()
+        parts = numbers.split([numbers.numel() for _, numbers, _ in found.values()])
+        for (own, (inputs, numbers, keys)), part in zip(found.items(), parts, strict=True):
+            mask.looks.keep(own, Seen(part.view(numbers.shape), keys), inputs)
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        """[b h m n], each of them all there are or 1."""
+        (dense,) = self.body.forward(*inputs)
+        made: Tensor = dense[(None,) * (4 - dense.dim())]
+        return made
+
+    def _identity(self, inputs: Inputs, finite_hides: bool) -> Hashable | None:
         """The same only for the same values, as long as these inputs are kept; None where versions are not counted."""
         if any(isinstance(item, Tensor) and (isinstance(item, FakeTensor) or item.is_inference()) for item in inputs):
             return None
-        return id(self), sizes, tuple(_identity(item, literal) for item, literal in zip(inputs, self.literals, strict=True))
+        own = tuple([_identity(item, literal) for item, literal in zip(inputs, self.literals, strict=True)])
+        return id(self), finite_hides, own
 
 
 class Mask:
@@ -97,13 +142,12 @@ class Mask:
     def dense(self) -> Tensor:
         """[b h m n], each of b and h all there are or 1."""
         if self._dense is None:
-            (dense,) = self.program.body(*self.inputs)
-            self._dense = dense[(None,) * (4 - dense.dim())]
+            self._dense = self.program.dense(self.inputs)
         return self._dense
 
     def pieces(self, rows: int, keys: int, batch: int, finite_hides: bool) -> tuple[Piece, ...]:
         """What the chunk's rows see of its keys."""
-        found = self.program.pieces(self, batch, rows, keys, finite_hides) if rows > 0 and keys > 0 else None
+        found = self.program.pieces(self, batch, rows, keys, finite_hides) if batch and rows > 0 and keys > 0 else None
         if found is None:
             return (Piece(Kind.MIXED, (0, rows), (0, keys), (0, batch)),)
         if all(piece.kind is not Kind.MIXED for piece in found):

@@ -42,12 +42,24 @@ class Piece:
         return self.rows[1] - self.rows[0]
 
 
-def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True) -> tuple[Piece, ...]:
-    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1.
-
-    Minus infinity hides; huge negative numbers do only beside scores that are known to be small (`finite_hides`).
+@dataclass(frozen=True)
+class Seen:
+    """What the rows of a mask see, as numbers [b m 3] on the host: the keys [first, stop) outside of which a row sees nothing,
+    and whether it sees all of them, with nothing added. The mask has so many `keys`; m and they are 1 where all are alike.
     """
-    found = [tuple(_pieces(rows)) for rows in _intervals(mask, finite_hides)]
+
+    numbers: Tensor
+    keys: int
+
+
+def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True) -> tuple[Piece, ...]:
+    """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1."""
+    return pieces_in(Seen(numbers_of(mask, finite_hides), mask.shape[2]), batch, *mask.shape[1:])
+
+
+def pieces_in(seen: Seen, batch: int, rows: int, keys: int) -> tuple[Piece, ...]:
+    """The pieces of so many rows and keys."""
+    found = [tuple(_pieces(own if len(own) == rows else own * rows)) for own in _intervals(seen, keys)]
     if len(found) == 1:
         return tuple(replace(piece, batch=(0, batch)) for piece in found[0])
     together: list[Piece] = []
@@ -66,8 +78,11 @@ class _Row:
     solid: bool
 
 
-def _intervals(mask: Tensor, finite_hides: bool) -> list[list[_Row]]:
-    """For each sequence its rows. A row that sees nothing is left to the kernel, with all keys."""
+def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
+    """The numbers of `Seen`, where the mask is. A row that sees nothing is left to the kernel, with all keys.
+
+    Minus infinity hides; huge negative numbers do only beside scores that are known to be small (`finite_hides`).
+    """
     least, most = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
     hidden = mask <= most
     plain = ((mask == 0) | hidden).all(-1)
@@ -77,8 +92,13 @@ def _intervals(mask: Tensor, finite_hides: bool) -> list[list[_Row]]:
     stop = mask.shape[-1] - seen.flip(-1).byte().argmax(-1)
     some = (mask >= least).any(-1)  # else what is hidden may count beside what is seen
     first, stop = first * some, torch.where(some, stop, mask.shape[-1])
-    table = torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1)
-    return [[_Row(first, stop, bool(solid)) for first, stop, solid in rows] for rows in table.tolist()]
+    return torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1).int()
+
+
+def _intervals(seen: Seen, keys: int) -> list[list[_Row]]:
+    """For each sequence its rows."""
+    spread = seen.keys != keys  # one key stands for all
+    return [[_Row(first, keys if spread else stop, bool(solid)) for first, stop, solid in rows] for rows in seen.numbers.tolist()]
 
 
 def _pieces(rows: Sequence[_Row]) -> Iterator[Piece]:
