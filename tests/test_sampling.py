@@ -9,7 +9,7 @@ import torch
 
 from streamfx.cost.flops import visible_pairs
 from streamfx.cost.sampling import stretches, total
-from streamfx.runtime.loop import Chunks
+from streamfx.runtime.chunks import Chunks
 from tests.support.small import EXAMPLES, Causal
 from tests.test_explain import summary_of
 

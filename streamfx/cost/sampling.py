@@ -20,7 +20,8 @@ from streamfx.cost.terms import LoopTerms
 from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
 from streamfx.ir.span import Span
 from streamfx.ir.structure import structure
-from streamfx.runtime.loop import Chunks, Env, Loop
+from streamfx.runtime.chunks import Chunks
+from streamfx.runtime.loop import Env, Loop
 
 Chunk = tuple[int, int]
 

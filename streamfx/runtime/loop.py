@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from streamfx.ir.program import Buffer, Kept, LoopSpec, Stacked
 from streamfx.ir.sizes import Size
+from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_code import written_inputs, written_loop
 from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
@@ -20,37 +21,6 @@ from streamfx.runtime.sizes import compiled_size
 Env = dict[str, int]
 Run: TypeAlias = "Callable[..., None]"
 Masks: TypeAlias = "dict[MaskProgram, list[Callable[..., Iterable[Inputs]]]]"
-
-
-class Chunks(Sequence[tuple[int, int]]):
-    """Bounds of the chunks of `step` rows, in the order in which they run: found by number, as there may be millions."""
-
-    def __init__(self, length: int, step: int, reverse: bool = False) -> None:
-        self._starts = range(0, length, step) or range(1)
-        self._length, self._step, self._reverse = length, step, reverse
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, number: Any) -> Any:
-        start = self._starts[-1 - number if self._reverse else number]
-        return start, min(start + self._step, self._length)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        step, length = self._step, self._length
-        for start in reversed(self._starts) if self._reverse else self._starts:
-            yield start, min(start + step, length)
-
-    @property
-    def lengths(self) -> int:
-        """How many different lengths they have."""
-        return 1 if len(self) == 1 or self._length % self._step == 0 else 2
-
-    def touching(self, row: int) -> set[int]:
-        """Numbers of the chunks that hold a row, or begin or end there."""
-        near = {min(max(0, row // self._step + beside), len(self) - 1) for beside in (-1, 0)}
-        numbers = {len(self) - 1 - place if self._reverse else place for place in near}
-        return {number for number in numbers if self[number][0] <= row <= self[number][1]}
 
 
 class Loop(nn.Module):

@@ -4,13 +4,13 @@
         [tensor_0, tensor_1] = tensors
         [buffer_0] = buffers
         [result_0] = results
-        for start, stop in bounds:
-            n_0 = stop - start
-            [made_0] = run(tensor_0, tensor_1.narrow(1, start, n_0), buffer_0.narrow(2, 0, stop))
-            put(result_0.narrow(1, start, n_0), made_0)
+        blocks = blocks_of(bounds)
+        for (start, stop), rows_0, rows_1 in zip(bounds, in_turn(tensor_1, 1, 1, blocks), in_turn(result_0, 1, 1, blocks)):
+            [made_0] = run(tensor_0, rows_0, buffer_0.narrow(2, 0, stop))
+            put(rows_1, made_0)
             made_0 = None
 
-Rows go straight to the body, so that nothing but the body holds them.
+Copies of rows go straight to the body, so that nothing but the body holds them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from streamfx.ir.program import CHUNK, BufferPart, ChunkKey, Feed, LoopSpec, Num
 from streamfx.ir.sizes import Size, free_symbols, simplified
 from streamfx.ir.span import Span
 from streamfx.runtime.buffers import rows_of, rows_view
+from streamfx.runtime.chunks import blocks_of, in_turn
 from streamfx.runtime.sizes import BOUNDS, FUNCTIONS, SizePrinter, kind_of_size
 
 WHOLE = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)  # what makes whole numbers of whole numbers
@@ -56,6 +57,7 @@ class LoopWriter:
         self.once: list[str] = []
         self.each: list[str] = []
         self.counts = False  # whether the number of the chunk is asked for
+        self.turns: dict[str, Code] = {}  # what comes chunk by chunk, by what it comes from
         self._known: dict[str, tuple[Code, ...]] = {}
         self._length = self.size(spec.length)
 
@@ -133,8 +135,13 @@ class LoopWriter:
                 split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.moves)
                 tensor = split if split.moves else self.named(split, "split")[0]
                 dim, end = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
-            tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)}){end}", moves)
-        return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "rows")[0]
+            if first is START and not tensor.moves:
+                turn = f"in_turn({tensor}, {dim}, {inner}, blocks)"
+                tensor = self.turns.setdefault(turn, Code(f"rows_{len(self.turns)}", True))
+            else:
+                tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", moves)
+            tensor = Code(f"{tensor}{end}", tensor.moves)
+        return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "part")[0]
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
         """First row and number of rows, in the placement's own axis."""
@@ -208,7 +215,12 @@ def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:
         before.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
     number = [f"{CHUNK.name} = start // step"] if writer.counts else []
     lines = ["def loop(run, bounds, step, chunks, env, tensors, buffers, results):"]
-    lines += [f"    {line}" for line in (*before, *writer.once, "for start, stop in bounds:")]
+    each = "for start, stop in bounds:"
+    if writer.turns:
+        names, turns = ", ".join(map(str, writer.turns.values())), ", ".join(writer.turns)
+        each = f"for (start, stop), {names} in zip(bounds, {turns}, strict=True):"
+        before.append("blocks = blocks_of(bounds)")
+    lines += [f"    {line}" for line in (*before, *writer.once, each)]
     lines += [f"        {line}" for line in (*number, *writer.each, *body)]
     return "\n".join(lines) + "\n"
 
@@ -216,7 +228,7 @@ def _text(writer: LoopWriter, body: Sequence[str], results: int) -> str:
 @lru_cache(maxsize=1024)
 def _function(text: str) -> Callable[..., Any]:
     """Loops of equal layers are one."""
-    space = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "put": put}
+    space = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "blocks_of": blocks_of, "in_turn": in_turn, "put": put}
     exec(compile(text, "streamfx's loop", "exec"), space)
     made: Callable[..., Any] = space["loop"]
     return made

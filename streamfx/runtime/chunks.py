@@ -1,0 +1,76 @@
+"""Chunks of the sequence: their bounds, and the rows of a tensor that each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+BLOCK = 32  # chunks of which the rows are found together
+
+
+class Chunks(Sequence[tuple[int, int]]):
+    """Bounds of the chunks of `step` rows, in the order in which they run: found by number, as there may be millions."""
+
+    def __init__(self, length: int, step: int, reverse: bool = False) -> None:
+        self._starts = range(0, length, step) or range(1)
+        self.length, self.step, self.reverse = length, step, reverse
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        start = self._starts[-1 - number if self.reverse else number]
+        return start, min(start + self.step, self.length)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        step, length = self.step, self.length
+        for start in reversed(self._starts) if self.reverse else self._starts:
+            yield start, min(start + step, length)
+
+    @property
+    def lengths(self) -> int:
+        """How many different lengths they have."""
+        return 1 if len(self) == 1 or self.length % self.step == 0 else 2
+
+    def touching(self, row: int) -> set[int]:
+        """Numbers of the chunks that hold a row, or begin or end there."""
+        near = {min(max(0, row // self.step + beside), len(self) - 1) for beside in (-1, 0)}
+        numbers = {len(self) - 1 - place if self.reverse else place for place in near}
+        return {number for number in numbers if self[number][0] <= row <= self[number][1]}
+
+
+Block = tuple[int, int, int, bool]
+
+
+def blocks_of(bounds: Sequence[tuple[int, int]]) -> list[Block]:
+    """Equally long neighbours among chunks, in the order in which they run: the first row of all, the rows of each, how many they
+    are, and whether they run backwards.
+    """
+    if not isinstance(bounds, Chunks):
+        return [(start, stop - start, 1, False) for start, stop in bounds]
+    length, step, back = bounds.length, bounds.step, bounds.reverse
+    whole = length // step
+    blocks = [(first * step, step, min(BLOCK, whole - first), back) for first in range(0, whole, BLOCK)]
+    if whole < len(bounds):
+        blocks.append((whole * step, length - whole * step, 1, back))
+    return blocks[::-1] if back else blocks
+
+
+def in_turn(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    """The rows of each chunk, of a dimension with `inner` elements for each row. Many views at once cost a third of as many made
+    one by one.
+    """
+    for start, rows, count, back in blocks:
+        if count == 1:
+            yield tensor.narrow(dim, start * inner, rows * inner)
+            continue
+        shape, strides = tensor.shape, tensor.stride()
+        step, begins = strides[dim] * inner, tensor.storage_offset()
+        views = tensor.as_strided(
+            (*shape[:dim], count, rows * inner, *shape[dim + 1 :]),
+            (*strides[:dim], rows * step, *strides[dim:]),
+            begins + start * step,
+        ).unbind(dim)
+        yield from reversed(views) if back else views
