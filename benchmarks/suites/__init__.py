@@ -10,6 +10,7 @@ from benchmarks.suites.compilation import compilation
 from benchmarks.suites.gpu import gpu
 from benchmarks.suites.growth import growth
 from benchmarks.suites.head import head
+from benchmarks.suites.host import host
 from benchmarks.suites.longest import longest
 from benchmarks.suites.masks import masks
 from benchmarks.suites.mlp import mlp
@@ -19,5 +20,5 @@ from benchmarks.suites.step import step
 
 SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
-    for suite in (step, masks, objectives, head, mlp, longest, operations, growth, compilation, analysis, gpu)
+    for suite in (step, masks, objectives, head, mlp, longest, operations, growth, compilation, analysis, host, gpu)
 }

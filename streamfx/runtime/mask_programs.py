@@ -42,10 +42,10 @@ class Looks:
         """Of tensors the memory is kept, not the tensor, which may be a view of what these looks hang on."""
         self._seen[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
 
-    def pieces(self, key: Hashable, *sizes: int) -> tuple[Piece, ...]:
-        """What rows see that have been looked at: of so many sequences, rows and keys."""
+    def pieces(self, key: Hashable, *sizes: int) -> tuple[Piece, ...] | None:
+        """What rows see, of so many sequences, rows and keys; None where nobody has looked."""
         found = self._pieces.get((key, sizes))
-        if found is None:
+        if found is None and key in self._seen:
             found = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
         return found
 
@@ -94,13 +94,15 @@ class MaskProgram(nn.Module):
     def pieces(self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool) -> tuple[Piece, ...] | None:
         """What the chunk's rows see, where the mask is the same for all heads; else None."""
         key = self._identity(mask.inputs, finite_hides)
-        if key is None or key not in mask.looks:
-            dense = mask.dense()
-            if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
-                return None
-            if key is None:
-                return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
-            self._look(mask, key, finite_hides)
+        known = None if key is None else mask.looks.pieces(key, batch, rows, keys)
+        if known is not None:
+            return known
+        dense = mask.dense()
+        if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
+            return None
+        if key is None:
+            return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
+        self._look(mask, key, finite_hides)
         return mask.looks.pieces(key, batch, rows, keys)
 
     def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
