@@ -1,19 +1,26 @@
-"""The host does not wait for the device in a step, but once where a mask depends on data. (No test measures time.)"""
+"""Host work: code that is written for graphs and loops; the host does not wait for the device, but once per mask of data.
+
+No test measures time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
 from streamfx.runtime.outer import OuterGraph
+from streamfx.runtime.written import Call, function_of
 from streamfx.torch_private import TorchDispatchMode
 from tests.support.small import Causal, Padded, tokens
 
@@ -105,3 +112,50 @@ def test_a_step_with_a_mask_of_data_waits_once(model: nn.Module, given: Any) -> 
         with waits() as found:
             call(x, data).square().sum().backward()
         assert +found == Counter(cpu=1)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("length", "step", "inner"), [(37, 5, 1), (40, 5, 2), (3, 8, 1), (1, 1, 3), (0, 4, 1), (201, 3, 2)])
+def test_rows_in_turn_are_those_of_each_chunk(length: int, step: int, inner: int, reverse: bool) -> None:
+    """As they would lie if each were taken by itself: masks are known by that."""
+    tensor, chunks = torch.randn(2, 3, length * inner + 4, 2)[:, 1:, 4:], Chunks(length, step, reverse)
+    found = list(in_turn(tensor, 2, inner, blocks_of(chunks)))
+    alone = [tensor.narrow(2, start * inner, (stop - start) * inner) for start, stop in chunks]
+    listed = list(in_turn(tensor, 2, inner, blocks_of(list(chunks))))
+    for rows in (found, listed):
+        assert [(own.data_ptr(), own.shape, own.stride()) for own in rows] == [
+            (own.data_ptr(), own.shape, own.stride()) for own in alone
+        ]
+    assert list(chunks) == [chunks[i] for i in range(len(chunks))]
+    assert chunks.lengths == len({stop - start for start, stop in chunks})
+
+
+def test_a_written_function_keeps_nothing() -> None:
+    """It empties what it is given, drops values after their last use, and names the operator that failed."""
+    graph = fx.Graph()
+    arguments, unused, error = (graph.placeholder(name) for name in ("arguments", "unused", "error"))
+    alive: list[Any] = []
+
+    def doubled(value: Tensor, named: tuple[Any, ...]) -> Tensor:
+        made = value * 2
+        alive.append(ref(made))
+        return made
+
+    def looked(value: Tensor, **others: Any) -> Tensor:
+        assert alive[0]() is None and others == {"from": [1, math.inf], "dim": None}
+        return value
+
+    first = graph.call_function(doubled, (arguments, (slice(1, None), torch.float32)))
+    second = graph.call_function(torch.neg, (first,))
+    third = graph.call_function(looked, (second,), {"from": [1, math.inf], "dim": None})
+    targets: tuple[Any, ...] = doubled, torch.neg, looked
+    nodes = (first, second, third)
+    calls = [Call(run, node.args, dict(node.kwargs), node, (node,)) for run, node in zip(targets, nodes, strict=True)]
+    run = function_of("outer", (arguments, unused, error), calls, (third, error, -math.inf), boxed=True)
+    given: list[Any] = [torch.ones(2), torch.ones(1), 7]
+    made = run(given)
+    assert not given and torch.equal(made[0], torch.full((2,), -2.0)) and made[1:] == (7, -math.inf)
+    second.meta["stack_trace"] = 'File "users.py", line 3, in forward\n    x = wrong(y)'
+    with pytest.raises(TypeError) as found:
+        run(["no tensor", None, None])
+    assert "users.py:3" in "".join(getattr(found.value, "__notes__", ["users.py:3"]))  # Python 3.10 has no notes

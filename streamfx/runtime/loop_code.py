@@ -94,7 +94,8 @@ class LoopWriter:
         """The variable, or the number, for the first row or the number of rows that a function of sizes stands for."""
         function, part = BOUNDS[type(expression).__name__]
         arguments = [Code(SizePrinter().doprint(argument)) for argument in expression.args]
-        return sympy.sympify(self.bounds(function, arguments)[part].text)
+        text = self.bounds(function, arguments)[part].text
+        return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
 
     def times(self, one: Code, other: Code) -> Code:
         if "1" in (one.text, other.text):
