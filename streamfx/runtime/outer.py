@@ -3,9 +3,10 @@
 # NOTE [What a run needs lives in that run]
 Several threads may call one compiled model at once, a backward half may run inside of another, and the next forward half may
 begin before the backward half of the last one. So what is made when a graph is compiled (runners, loops, bodies, segments, mask
-programs) is never written to by a run; values, and what is found out about them, belong to the run. (But for code that is written
-when it is first needed, and the code found for a layout: these are the same whoever finds them.) It does not use `fx.Interpreter`, which keeps values on itself and notes in a global of torch's which node it runs: a graph that another thread
-traces at that moment would take that node's facts for its own.
+programs) is never written to by a run; values, and what is found out about them, belong to the run. Code that is written when it
+is first needed, and which code is for a layout, is the same whoever finds it. `fx.Interpreter` is not used, which keeps values on
+itself and notes in a global of torch's which node it runs: a graph that another thread traces at that moment would take that
+node's facts for its own.
 """
 
 from __future__ import annotations
