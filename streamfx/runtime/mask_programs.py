@@ -115,6 +115,8 @@ class MaskProgram(nn.Module):
                 dense = mask.dense() if own == key else self.dense(inputs)
                 if dense.shape[1] == 1 and dense.numel():
                     found[own] = inputs, numbers_of(dense[:, 0], finite_hides), dense.shape[3]
+        if not found:
+            return
         numbers = torch.cat([numbers.flatten() for _, numbers, _ in found.values()]).cpu()
         parts = numbers.split([numbers.numel() for _, numbers, _ in found.values()])
         for (own, (inputs, numbers, keys)), part in zip(found.items(), parts, strict=True):
