@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from benchmarks.live_bytes import peak_live_bytes
-from streamfx.cost.meter import Meter
+from streamfx.cost.meter import Meter, Work
+from streamfx.torch_private import FakeTensorMode
 from tests.support.spread import only
 
 VOCABULARY, WIDTH = 50, 32
@@ -130,3 +131,12 @@ def test_gradients_of_an_earlier_step_change_nothing() -> None:
     gradients = [parameter.grad for parameter in model.parameters()]
     assert streamfx.explain(model, ids).summary() == first
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_a_question_for_a_device_is_no_work() -> None:
+    """Autograd asks more often where nodes of another graph's parameters are still there."""
+    with FakeTensorMode(), Meter() as meter:
+        made = torch.ones(8, 8)
+        before = meter.work
+        assert torch.ops.prim.device.default(made) == torch.device("cpu")
+        assert meter.work == before != Work()

@@ -33,6 +33,7 @@ class Rise:
     terms: dict[str, int] = field(default_factory=dict)
 
 
+ASKS_DEVICE = torch.ops.prim.device.default
 ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT)
 
 
@@ -84,6 +85,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is ASKS_DEVICE:  # no work: how often autograd asks is its own affair
+            return args[0].device
         out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)
         if func is not to_host:  # what waits on the host is not in the device's memory
