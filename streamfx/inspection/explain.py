@@ -105,6 +105,8 @@ class Explanation:
 
     def visible(self, cost: Cost) -> Cost:
         """The cost of the call by another way, without FLOPs on pairs that masks hide."""
+        if not cost.masked_flops:
+            return cost
         shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
         hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
         in_layers = cost.layer_attention * hidden // cost.attention_flops if hidden else 0
@@ -125,8 +127,9 @@ class Explanation:
 
 
 def _cost_with_backend(graph: TracedGraph) -> Cost:
-    program = graph.facts.program or graph
-    return cost_of(program.forward, program.backward, graph.num_outputs, loss_values(graph.facts))
+    program = graph.facts.program
+    halves = graph.halves if program is None else (program.forward, program.backward)
+    return cost_of(*halves, graph.num_outputs, loss_values(graph.facts))
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:
@@ -135,13 +138,13 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
         return eager_cost_of_graph(graph.module)
     except Exception as error:
         log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
-        return cost_of(graph.forward, graph.backward, graph.num_outputs)
+        return cost_of(*graph.halves, graph.num_outputs)
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
     """FLOPs of a graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on all."""
     spans = {} if graph.facts.found_causality is None else {node.name: span for node, span in graph.facts.causality.spans.items()}
-    modules = [module for module in (graph.forward, graph.backward) if module is not None]
+    modules = [module for module in graph.halves if module is not None]
     nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
     masked = [node for node in nodes if not bound_arguments(node)["is_causal"]]
     return sum(_flops(node, spans.get(node.name, Span())) for node in masked), sum(_flops(node, Span()) for node in masked)

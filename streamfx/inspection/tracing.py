@@ -10,7 +10,7 @@ import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,15 @@ from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.reasons import RECURRENT
-from streamfx.torch_private import FakeTensorMode, default_partition, fake_mode_of, is_compiled, real_values, tree_iter
+from streamfx.torch_private import (
+    FakeTensorMode,
+    default_partition,
+    fake_mode_of,
+    is_compiled,
+    real_values,
+    tree_iter,
+    while_traced,
+)
 from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,
@@ -37,16 +45,25 @@ from streamfx.torch_private.dynamo import (
     raised_as_itself,
 )
 
+Halves = tuple[fx.GraphModule, fx.GraphModule | None]
+
 
 @dataclass
 class TracedGraph:
-    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them."""
+    """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them.
+
+    `plain` makes these halves: few ask for them, and a deep model takes its time.
+    """
 
     module: fx.GraphModule
     facts: Facts
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
+    plain: Callable[[], Halves]
     num_outputs: int
+
+    @cached_property
+    def halves(self) -> Halves:
+        """The forward half and the backward half, if there is one."""
+        return self.plain()
 
 
 @dataclass(frozen=True)
@@ -203,10 +220,9 @@ class _Watched(Compilation):
         halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if len(self.facts) > number:
             facts = self.facts[-1]
-            plain = halves
-            if facts.program is not None:
-                plain = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-            self.call.graphs.append(TracedGraph(self.seen, facts, *plain, num_fwd_outputs))
+            again = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
+            plain = (lambda: halves) if facts.program is None else again
+            self.call.graphs.append(TracedGraph(self.seen, facts, plain, num_fwd_outputs))
         return halves
 
     def hand_over(self) -> None:
@@ -222,7 +238,7 @@ class _Watched(Compilation):
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
-        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], module, None, count))
+        self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], lambda: (module, None), count))
         return _StandIn(module, self.call)
 
 

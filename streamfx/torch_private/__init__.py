@@ -77,10 +77,12 @@ __all__ = [
     "tree_map",
     "unset_fake_temporarily",
     "untraced",
+    "while_traced",
     "wrapper_tensor",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
 ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
@@ -294,6 +296,17 @@ def tracing_undone() -> Iterator[None]:
         if context is not None:
             vars(context).update(kept)
         raise
+
+
+def while_traced(function: Callable[[], T]) -> Callable[[], T]:
+    """The function, which finds whenever it is called what is noted about the graph that is compiled now (2.11, 2.13)."""
+    context = torch._guards.TracingContext.try_get()
+
+    def run() -> T:
+        with torch._guards.tracing(context):
+            return function()
+
+    return run
 
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
