@@ -13,6 +13,7 @@ from streamfx.budget import bytes_of, in_bytes, is_budget
 from streamfx.errors import OverBudget, PlanError
 from streamfx.inspection.tracing import layers_of
 from streamfx.options import checked
+from streamfx.planner.collector import uncollected
 from streamfx.planner.devices import Device, device_called, here
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import Objective, objective_called
@@ -84,7 +85,7 @@ class _Step:
         inputs = (
             self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
         )
-        with supposed(self.device.kind):
+        with supposed(self.device.kind), uncollected():
             found = predict(self.model, inputs, length, given, baselines, self.state)
         if self.noted is not None:
             self.noted(found)

@@ -174,7 +174,7 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
     try:
-        with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+        with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
     finally:
         learned.clear()

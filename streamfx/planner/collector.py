@@ -1,0 +1,23 @@
+"""Python's garbage collector rests while a step is traced.
+
+A trace makes millions of objects that live until it is read. Whatever the collector finds among them is little, and it looks at
+all of them again and again: a sixth of the time of a plan.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside of it nothing is collected, unless somebody asks for it; afterwards as before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
