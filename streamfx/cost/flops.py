@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from streamfx.ir.span import Span
-from streamfx.torch_private import OpOverload
+from streamfx.torch_private import OpOverload, real_values
 from streamfx.torch_private.sizes import size_hint
 
 PACKED = ("bitsandbytes::gemm_4bit", "quanto::qbytes_mm")  # products x @ w.T with a packed weight, as other packages call them
@@ -40,7 +40,8 @@ def flops_of_graph(graph: fx.Graph) -> int:
 
 def flops_of_call(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of a traced call; its arguments and its result may be nodes."""
-    return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
+    with real_values():  # only sizes are read: fake tensors would take several times as long to make
+        return flops_of(target, _on_meta(args), _on_meta(kwargs), _on_meta(out))
 
 
 def has_flops(target: Any) -> bool:

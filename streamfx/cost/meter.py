@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
+from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.workspaces import allocated, workspace_of
 from streamfx.runtime.cuda_products import ADD_PRODUCT
 from streamfx.runtime.offload import from_host, to_host
-from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, tree_iter
+from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
         return Work(flops, 0, flops, 1)
-    moved = sum(value.nbytes for value in tree_iter((args, kwargs, out)) if isinstance(value, Tensor))
+    moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
     if not flops:
         return Work(0, moved, 0, 1)
     total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None
@@ -191,7 +191,6 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:
     """With the device that a tensor says it is on, which that of a fake one's storage is not."""
-    for value in tree_iter(values):
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            yield storage._cdata, storage, value.device
+    for value in tensors_in(values):
+        storage = value.untyped_storage()
+        yield storage._cdata, storage, value.device

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values, tree_leaves
+from streamfx.cost.nested import tensors_in
+from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
 MOST = 1 << 22  # elements of a value that is computed
 ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -27,20 +28,18 @@ class RealIntegers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        operands = list(tensors_in((args, kwargs)))
+        if not all(map(_is_known, operands)):
+            return func(*args, **kwargs)
         tags = set(getattr(func, "tags", ()))
-        operands = _tensors((args, kwargs))
-        if torch.Tag.nondeterministic_seeded in tags or not all(map(_is_known, operands)):
+        if torch.Tag.nondeterministic_seeded in tags:
             return func(*args, **kwargs)
         if not (operands and tags & ASKS_FOR_DATA):
             fake = func(*args, **kwargs)
-            if not all(map(_is_worth_knowing, _tensors(fake))):
+            if not all(map(_is_worth_knowing, tensors_in(fake))):
                 return fake
         with real_values():
             return func(*args, **kwargs)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _is_known(tensor: Tensor) -> bool:

@@ -61,7 +61,8 @@ def plan(
     _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), shards=(shards, 1))
     _check_search(memory, max_length, max_batch)
     given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
-    made = wanted.step(built(model, dtype, lora_rank, quantize))
+    with uncollected():
+        made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
     step = _Step(name, made, wanted, device_called(device), inputs, state_bytes(made, optimizer, shards), noted)
     if memory is not None and (max_length or max_batch):

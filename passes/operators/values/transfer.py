@@ -41,10 +41,7 @@ class TransferFunction:
     names: frozenset[str]
     elementwise: bool
     is_exact: bool = True
-
-    @property
-    def takes_call(self) -> bool:
-        return not self.elementwise or "call" in inspect.signature(self.function).parameters
+    takes_call: bool = True
 
 
 TRANSFERS: dict[Any, TransferFunction] = {}
@@ -54,9 +51,9 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     """Register a function of ranges, named as the operator's arguments are. `exact`: every device rounds the result alike."""
 
     def register(function: F) -> F:
-        names = frozenset(inspect.signature(function).parameters) - {"call"}
+        names = frozenset(inspect.signature(function).parameters)
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, names, True, exact)
+            TRANSFERS[operator] = TransferFunction(function, names - {"call"}, True, exact, "call" in names)
         return function
 
     return register
