@@ -2,6 +2,6 @@
 
 import sys
 
-from streamfx.cli import main
+from streamfx.cli import command
 
-sys.exit(main())
+sys.exit(command())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.options import SAVE_LEVELS
+from streamfx.planner.collector import uncollected
 from streamfx.planner.devices import PUBLISHED
 from streamfx.planner.models import TYPES, builtin_names
 from streamfx.planner.objectives import OBJECTIVES
@@ -57,7 +58,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
     searched = arguments.max_length or arguments.max_batch
-    with traces(MOST_TRACES if searched else 1) as noted:
+    with traces(MOST_TRACES if searched else 1) as noted, nullcontext() if searched else uncollected():
         report = _plan(arguments, noted)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
 
