@@ -18,7 +18,7 @@ from streamfx.cost.stand_ins import with_stand_ins
 from streamfx.cost.terms import GRADIENTS, LoopTerms, terms_of
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import FakeTensorMode, tree_leaves
+from streamfx.torch_private import FakeTensorMode, is_token, tree_leaves
 from streamfx.torch_private.sizes import size_hint
 
 
@@ -88,7 +88,9 @@ def cost_of(
     forward = sampled(forward, meter, terms_of(forward, False, loss), known)
     backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        inputs = [made_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder")]
+        placeholders = forward.graph.find_nodes(op="placeholder")
+        inputs = [made_like(node.meta["val"]) for node in placeholders]
+        given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
             forward_terms = meter.peak_terms
@@ -96,7 +98,7 @@ def cost_of(
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None if backward is None else _run_backward(backward, saved)
-            if copied := _largest_copied(inputs, gradients or ()):
+            if copied := _largest_copied(given, gradients or ()):
                 meter.reached(Rise(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
@@ -113,7 +115,7 @@ def cost_of(
                 product_bytes=meter.work.product_bytes,
                 total_bytes=meter.work.total_bytes,
             )
-        del outputs, gradients, inputs
+        del outputs, gradients, inputs, given
     return cost
 
 

@@ -122,6 +122,8 @@ def relative_error(actual: Tensor, truth: Tensor, floor: float = 0.0) -> float:
     """norm(actual - truth) / norm(truth); NaN and infinity have to be in the same places."""
     if actual.shape != truth.shape or actual.dtype != truth.dtype:
         return math.inf
+    if truth.is_complex():
+        actual, truth = (torch.view_as_real(item.resolve_conj()) for item in (actual, truth))
     if not truth.is_floating_point():
         return 0.0 if torch.equal(actual, truth) else math.inf
     same = (actual == truth) | (actual.isnan() & truth.isnan())
