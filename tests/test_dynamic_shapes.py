@@ -123,3 +123,27 @@ def test_a_mask_that_changes_between_calls_of_other_lengths() -> None:
         found, truth = (torch.autograd.grad(run(x), model.w)[0] for run in (call, model))
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
         model.get_buffer("mask")[3, 7] = 1
+
+
+class KeysBesideHeads(nn.Module):
+    """One key fewer than rows, in one dimension with heads: how many a chunk's rows see is part of a larger size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.keys = nn.Linear(decoders.WIDTH, decoders.WIDTH), nn.Linear(decoders.WIDTH, 2 * decoders.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, heads, keys = *x.shape[:2], decoders.HEADS, x.shape[1] - 1
+        query = self.query(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+        key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in self.keys(x[:, 1:]).chunk(2, -1))
+        flat = (query @ key.mT).permute(0, 2, 3, 1).reshape(batch, rows, keys * heads)
+        scores = (1.5 * flat).tanh().reshape(batch, rows, keys, heads).permute(0, 3, 1, 2)
+        return (scores.softmax(-1) @ value).transpose(1, 2).flatten(-2)
+
+
+def test_sizes_that_follow_from_what_a_chunk_sees() -> None:
+    own, eager = twins(type("Beside", (decoders.Decoder,), {"attention": KeysBesideHeads}))
+    function, backend = compiled(own)
+    for length in (13, 9, 21):
+        same_step(function, own, eager, batch(length=length))
+    check_streamed(backend.facts, True, None)

@@ -9,16 +9,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from weakref import ref
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from streamfx.ir.program import START, STOP
+from streamfx.runtime import sizes
 from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
+from streamfx.runtime.loop_code import LoopWriter
 from streamfx.runtime.outer import OuterGraph
 from streamfx.runtime.written import Call, function_of
 from streamfx.torch_private import TorchDispatchMode
@@ -128,6 +134,40 @@ def test_rows_in_turn_are_those_of_each_chunk(length: int, step: int, inner: int
         ]
     assert list(chunks) == [chunks[i] for i in range(len(chunks))]
     assert chunks.lengths == len({stop - start for start, stop in chunks})
+
+
+ROWS, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+
+
+def drawn_size(random: Random) -> Any:
+    """A size that follows from what a chunk's rows are, or see, in an axis that may be the sequence or another one."""
+    lengths = (ROWS, OTHER, ROWS - 1, OTHER + 2, 2 * OTHER)
+    whole: tuple[Any, ...] = random.choice(((0, ROWS), (random.choice((-1, 0, 2)), random.choice(lengths))))
+    kind = random.choice((sizes.member_count, sizes.member_start, sizes.span_count, sizes.span_start, sizes.shifted_count))
+    if kind in (sizes.span_count, sizes.span_start):
+        whole = (random.choice((-sympy.oo, -sympy.oo, -3, 0)), random.choice((sympy.oo, sympy.oo, -1, 0)), *whole)
+    if kind is sizes.shifted_count:
+        whole = (*whole, random.choice((-1, 0, 2, OTHER - 3)), random.choice(lengths))
+    made = kind(START, STOP, ROWS, *whole)
+    return random.choice((made, 2 * made, made * OTHER + 1, (made - 1) * (made + OTHER), -made, 3 - 2 * made + STOP - START))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
+    """Whatever a size of a chunk is part of, and whatever else has been written."""
+    random = Random(seed)
+    wanted = [drawn_size(random) for _ in range(16)]
+    writer = LoopWriter(SimpleNamespace(length=ROWS))  # type: ignore[arg-type]
+    texts = [writer.size(size).text for size in wanted]
+    lines = [*writer.once, "found = []", "for start, stop in bounds:"]
+    lines += [f"    {line}" for line in (*writer.each, f"found.append([{', '.join(texts)}])")]
+    length, step = random.choice(((13, 5), (12, 4), (3, 8), (1, 1))), random.choice((7, 20))
+    bounds = list(Chunks(*length))
+    space: dict[str, Any] = {**sizes.FUNCTIONS, "s0": length[0], "s1": step, "bounds": bounds}
+    exec("\n".join(lines), space)
+    env = {"s0": length[0], "s1": step}
+    computed = [[sizes.compiled_size(size)({**env, "start": one, "stop": other}) for size in wanted] for one, other in bounds]
+    assert space["found"] == computed, lines
 
 
 def test_a_written_function_keeps_nothing() -> None:

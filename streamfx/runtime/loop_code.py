@@ -93,9 +93,13 @@ class LoopWriter:
     def _found(self, expression: Any) -> Any:
         """The variable, or the number, for the first row or the number of rows that a function of sizes stands for."""
         function, part = BOUNDS[type(expression).__name__]
-        arguments = [Code(SizePrinter().doprint(argument)) for argument in expression.args]
-        text = self.bounds(function, arguments)[part].text
+        text = self.bounds(function, [self._argument(argument) for argument in expression.args])[part].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
+
+    def _argument(self, argument: Any) -> Code:
+        """A number or a name, so that it may be part of any expression."""
+        text = SizePrinter().doprint(argument)
+        return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
 
     def times(self, one: Code, other: Code) -> Code:
         if "1" in (one.text, other.text):
