@@ -12,6 +12,7 @@ from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, joint_graph
 from streamfx.ir.pieces import Pieces
+from streamfx.runtime.as_traced import unmarked
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
 
 
@@ -68,9 +69,10 @@ def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
     if isinstance(value, fx.GraphModule):
         node.meta["streamfx_graph"] = value
         return
+    with unset_fake_temporarily():
+        value = unmarked(value)
+        pattern = pattern_of(value)
     node.meta["streamfx_constant"] = value
     node.meta.setdefault("val", value)
-    with unset_fake_temporarily():
-        pattern = pattern_of(value)
     if pattern is not None:
         node.meta["streamfx_pattern"] = pattern

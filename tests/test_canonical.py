@@ -40,6 +40,9 @@ MOVES = {
     "flipped twice": Case(lambda x: x.flip(0).flip(0), (X,)),
     "flipped twice, otherwise": Case(lambda x: x.flip(0).flip(1), (X,), changes=False),
     "a marked conjugate": Case(lambda x: torch.view_as_real(aten._conj(torch.complex(x, x.flip(0))) * 2), (X,)),
+    "a conjugate of its own": Case(
+        lambda x: torch.view_as_real(aten.conj_physical(torch.complex(x, x)) * 2), (X,), changes=False
+    ),
     "a conjugate's imaginary part": Case(lambda x: torch.complex(x, x.flip(0)).conj().imag + 1, (X,)),
     "unfolded": Case(lambda x: x.unfold(0, 2, 1), (X,)),
     "unfolded in steps": Case(lambda x: x.unfold(0, 2, 2), (X,), changes=False),

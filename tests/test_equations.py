@@ -44,6 +44,8 @@ def of_documents(softcap: float) -> Case:
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
     "copied over": (CASES["copied over"], CASES["copied over another type"]),
+    "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
+    "marked negative": (CASES["a conjugate's imaginary part"], Case(lambda x: -x + 1, (plain(4, 3),))),
     "view of the same shape": (CASES["view"], CASES["another view"]),
     "transposed twice": (CASES["turned twice"], Case(lambda x: aten.t(aten.transpose(x, 0, 1)), (plain(4, 3),))),
     "flipped twice": (CASES["flipped twice"], CASES["flipped twice, otherwise"]),

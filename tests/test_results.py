@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
+from tests.support.exactness import recorder
 from tests.support.twins import batch
 
 
@@ -165,6 +166,37 @@ def test_numbers_that_are_marked_as_conjugates(bodies: str) -> None:
             loss = torch.complex(real, imaginary).conj().imag.sin().sum()
             results.append([real, imaginary, *torch.autograd.grad(loss, [given, *model.parameters()])])
         torch.testing.assert_close(*results)
+
+
+MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a part of a buffer": lambda x, sine: sine[: x.shape[1], 1:],
+    "memory that is read": lambda x, sine: x + sine.as_strided((x.shape[1], 4), (4, 2), 1),
+    "a conjugate": lambda x, sine: torch.polar(x, x).conj(),
+    "a negative": lambda x, sine: torch.polar(x, x).conj().imag[:, 3:],
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_result_that_is_marked(name: str, with_gradients: bool) -> None:
+    """The graph runs as it stood: code outside may ask for the mark, and AOTAutograd makes views of memory that others lie in."""
+    torch.manual_seed(0)
+    model = OfConjugates().double()
+    sine: Tensor = model.turn.imag  # type: ignore[union-attr,assignment]
+
+    def function(z: Tensor) -> tuple[Tensor, Tensor]:
+        _, y = model(z)
+        return y, MARKED[name](y, sine)
+
+    backend = recorder(chunk_size=4)
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for length in (13, 11):
+        given = torch.polar(*torch.randn(2, 2, length, 4, dtype=torch.float64))
+        with torch.set_grad_enabled(with_gradients):
+            found, wanted = ([*call(given)] for call in (compiled, function))
+        torch.testing.assert_close(found, wanted)
+        assert [(item.is_conj(), item.is_neg()) for item in found] == [(item.is_conj(), item.is_neg()) for item in wanted]
+    assert all(facts.program is None and "resolve_conj()" in facts.reasons()[0] for facts in backend.facts)
 
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it

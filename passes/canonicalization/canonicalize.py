@@ -80,12 +80,21 @@ TABLE: tuple[Equation, ...] = (
 WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)
 
 
+MARKED = (
+    "{operator} gives a conjugate, or a negative, that is only a mark on a view of other memory, and that memory is read: by an "
+    "operator that streamfx does not know, or by who calls the model. Take what resolve_conj() or resolve_neg() makes of it"
+)
+
+
 @dataclass(frozen=True)
 class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
+        marked = opaque.read_marked(joint.graph, joint.outputs)
+        if marked is not None:
+            return replace(facts, stands=MARKED.format(operator=marked.target))
         opaque.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
         number_random_operators(joint.graph)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
-from streamfx.runtime.as_traced import Marks, marks_of, part_of, strided, strided_scatter
+from streamfx.runtime.as_traced import is_marked, part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-Place = tuple["int | str | Elsewhere", Size, tuple[Size, ...], Marks]
+Place = tuple["int | str | Elsewhere", Size, tuple[Size, ...]]
 SHOWS_MEMORY = frozenset(
     {
         aten.view.default,
@@ -77,9 +77,8 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
 
 def _place(item: Any, results: Sequence[Any]) -> Place | None:
     """Of a result that shows part of an input (its name), or of another result (its number): how many elements behind the
-    beginning of that it begins, its strides and its marks; of other memory, as of an input that was written to, behind the
-    beginning of all of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by
-    itself.
+    beginning of that it begins, and its strides; of other memory, as of an input that was written to, behind the beginning of all
+    of it. With dynamic lengths AOTAutograd reads from there where it begins; without them, it makes the view by itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -88,9 +87,9 @@ def _place(item: Any, results: Sequence[Any]) -> Place | None:
     strides, offset = tuple(size_of(stride) for stride in own.stride()), size_of(own.storage_offset())
     where = base.name if base.op == "placeholder" else results.index(base) if base in results else None
     if where is None:
-        return Elsewhere(base.name), offset, strides, marks_of(own)
+        return Elsewhere(base.name), offset, strides
     begins = size_of(other.storage_offset()) * other.element_size() // own.element_size()
-    return where, simplified(offset - begins), strides, marks_of(own)
+    return where, simplified(offset - begins), strides
 
 
 def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
@@ -98,12 +97,35 @@ def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
     return has_lengths or shared[where] > 1 or not isinstance(where, Elsewhere)
 
 
+def read_marked(graph: fx.Graph, results: Sequence[Any]) -> fx.Node | None:
+    """A value that is a conjugate or a negative by a mark on a view of memory, or a view of such a value, where memory is read: by
+    the caller of the graph, whose result it is, or by an operator that no rule looks into.
+    """
+    readers = (node for node in graph.nodes if node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node)))
+    read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
+    return next((value for value in read if any(map(_is_marked, _shown_by(value)))), None)
+
+
+def _is_marked(node: fx.Node) -> bool:
+    return is_tensor(node) and is_marked(node.meta["val"])
+
+
+def _makes_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and is_view(node.target)
+
+
 def _base(node: fx.Node) -> fx.Node:
-    """The value that a chain of views begins with, as autograd counts views: by what the schemas of operators say."""
+    """The value that a chain of views begins with."""
+    return list(_shown_by(node))[-1]
+
+
+def _shown_by(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, and those that it is a view of, as autograd counts views: by what the schemas of operators say."""
     while True:
+        yield node
         producer = node_argument(node) if node.target is operator.getitem else node
-        if not isinstance(producer.target, OpOverload) or not is_view(producer.target) or not producer.all_input_nodes:
-            return node
+        if not _makes_view(producer) or not producer.all_input_nodes:
+            return
         node = producer.all_input_nodes[0]
 
 

@@ -20,7 +20,7 @@ from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_part
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, is_loop_value
-from streamfx.runtime.as_traced import Marks, laid_out, part_of_memory, placed, placed_together
+from streamfx.runtime.as_traced import laid_out, part_of_memory, placed, placed_together
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.recurrences import Recurrence
@@ -116,22 +116,21 @@ class OuterBuilder:
         made.meta = dict(value.meta)
         return made
 
-    def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...], Marks]]) -> list[fx.Node]:
+    def placed_together(self, values: Sequence[fx.Node], places: Sequence[tuple[Size, tuple[Size, ...]]]) -> list[fx.Node]:
         """Results that are parts of one memory."""
-        begins = [self.number(begin) for begin, *_ in places]
-        strides = [[self.number(stride) for stride in own] for _, own, _ in places]
-        marks = [own for *_, own in places]
-        made = self.graph.call_function(placed_together, (list(values), begins, strides, marks))
+        begins = [self.number(begin) for begin, _ in places]
+        strides = [[self.number(stride) for stride in own] for _, own in places]
+        made = self.graph.call_function(placed_together, (list(values), begins, strides))
         parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(values))]
         for part, value in zip(parts, values, strict=True):
             part.meta = dict(value.meta)
         return parts
 
-    def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...], marks: Marks) -> fx.Node:
+    def part_of_memory(self, base: fx.Node, node: fx.Node, offset: Size, strides: tuple[Size, ...]) -> fx.Node:
         """A value of the joint graph as a view of the memory of one that it is part of."""
         sizes = shape_of_node(node)
         where = (self.number(item) for item in (*sizes, *strides))
-        arguments = base, node.meta["val"].dtype, marks, self.number(offset), len(sizes), *where
+        arguments = base, node.meta["val"].dtype, self.number(offset), len(sizes), *where
         made = self.graph.call_function(part_of_memory, arguments)
         made.meta = {"val": node.meta["val"], "joint": node.name}
         return made

@@ -35,7 +35,7 @@ from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.regions import Region, place
-from streamfx.runtime.as_traced import marks_of, unmarked
+from streamfx.runtime.as_traced import is_marked, unmarked
 from streamfx.runtime.offload import arrived, from_host, to_host
 from streamfx.runtime.rng import draw_seed
 
@@ -117,7 +117,7 @@ class _Rewriter:
         for node in self.joint.primals:
             made = outer.graph.placeholder(node.name)
             made.meta = dict(node.meta)
-            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and any(marks_of(node.meta["val"])) else made
+            outer.env[node] = self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta["val"]) else made
         outer.symbols.update(symbols_of(self.joint, outer))
 
     def _unmarked(self, outer: OuterBuilder, given: fx.Node) -> fx.Node:
@@ -154,9 +154,9 @@ class _Rewriter:
         def laid(number: int) -> Any:
             output, strides, place = outputs[number], layouts[number], places[number]
             if place is not None and not isinstance(place[0], Elsewhere):
-                base, *lies = place
+                base, offset, own = place
                 of = inputs[base] if isinstance(base, str) else laid(base)
-                return forward.part_of_memory(of, output, *lies)
+                return forward.part_of_memory(of, output, offset, own)
             if (output, strides, place) in made:
                 return made[output, strides, place]
             if place is None:
@@ -175,7 +175,7 @@ class _Rewriter:
         same_type = len({output.meta["val"].dtype for output, *_ in alike}) == 1
         if len(alike) > 1 and same_type:
             return forward.placed_together(values, places)
-        return [forward.placed(value, begins, strides) for value, (begins, strides, _) in zip(values, places, strict=True)]
+        return [forward.placed(value, *place) for value, place in zip(values, places, strict=True)]
 
     def _apart(self, forward: OuterBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         traced = self.joint.graph.output_node().meta.get(MEMORIES, (frozenset[str](),) * len(results))

@@ -140,8 +140,8 @@ class Facts:
     Passes read what those before them have found (`facts.axes`); who asks whether a pass has run reads the field itself
     (`facts.found_axes`), which is None until then. `program` stays None where nothing is rewritten.
     `lengths` are those that the plan holds for, if it depends on them. A graph that `fits` into the budget runs as it stands, and
-    so does one whose analysis `failed`. `whole` names operators that have to run whole, with reasons: what a pass has found
-    that could not run them in a loop.
+    so do one whose analysis `failed` and one that `stands` for the reason that this is. `whole` names operators that have to run
+    whole, with reasons: what a pass has found that could not run them in a loop.
     """
 
     joint: JointGraph
@@ -155,6 +155,7 @@ class Facts:
     fitting: Fitting | None = None
     fits: Literal["compiled", "eager"] | None = None
     failed: str | None = None
+    stands: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -179,4 +180,6 @@ class Facts:
 
     def reasons(self) -> list[str]:
         """Why something does not stream, one line for each operator that runs whole."""
+        if self.stands is not None:
+            return [self.stands]
         return [] if self.found_demand is None else list(dict.fromkeys(self.demand.reasons.values()))

@@ -87,6 +87,8 @@ def why_no_stages(facts: Facts) -> str:
         return f"everything fits into the memory budget as it stands, so nothing is cut into chunks{runs}"
     if facts.failed:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
+    if facts.stands is not None:
+        return facts.stands
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
     unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:

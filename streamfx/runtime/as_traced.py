@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-
-Marks: TypeAlias = "tuple[bool, bool]"
 
 
 def laid_out(value: Any, *strides: int) -> Any:
@@ -21,30 +19,23 @@ def laid_out(value: Any, *strides: int) -> Any:
     return torch.empty_strided(once.shape, strides, dtype=once.dtype, device=once.device).copy_(once).expand(value.shape)
 
 
-def part_of_memory(base: Tensor, dtype: torch.dtype, marks: Marks, offset: int, rank: int, *where: int) -> Tensor:
+def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
     """A view of a value's memory, in sizes and strides (`where`), that begins so many elements behind the value."""
     sizes, strides = where[:rank], where[rank:]
     if dtype == base.dtype:
-        return marked(base.as_strided(sizes, strides, base.storage_offset() + offset), marks)
+        return base.as_strided(sizes, strides, base.storage_offset() + offset)
     begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
-    return marked(torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides), marks)
+    return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
 
 
-def marks_of(value: Tensor) -> Marks:
-    """Whether memory holds the conjugates, and the negatives, of a value's numbers."""
-    return value.is_conj(), value.is_neg()
-
-
-def marked(view: Tensor, marks: Marks) -> Tensor:
-    """A view of the same memory with these marks."""
-    is_conjugate, is_negative = marks
-    view = view if view.is_conj() == is_conjugate else torch.ops.aten._conj(view)
-    return view if view.is_neg() == is_negative else torch.ops.aten._neg_view(view)
+def is_marked(value: Tensor) -> bool:
+    """Whether memory holds conjugates, or negatives, of a value's numbers."""
+    return value.is_conj() or value.is_neg()
 
 
 def unmarked(value: Any) -> Any:
     """A value whose memory holds its own numbers: compiled code reads them as they are."""
-    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and any(marks_of(value)) else value
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and is_marked(value) else value
 
 
 def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
@@ -54,12 +45,10 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
     """
     if (_has(value, strides) and value.storage_offset() == begins) or _overlap(_without_repeats(value, strides).shape, strides):
         return value
-    return placed_together([value], [begins], [strides], [marks_of(value)])[0]
+    return placed_together([value], [begins], [strides])[0]
 
 
-def placed_together(
-    values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]], marks: Sequence[Marks]
-) -> list[Tensor]:
+def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
     """Views of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
@@ -69,8 +58,7 @@ def placed_together(
         if 0 not in shape
     ]
     memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
-    places = zip(shapes, strides, begins, strict=True)
-    made = [marked(memory.as_strided(*place), own) for place, own in zip(places, marks, strict=True)]
+    made = [memory.as_strided(shape, own, begin) for shape, begin, own in zip(shapes, begins, strides, strict=True)]
     for view, value, own in zip(made, values, strides, strict=True):
         _without_repeats(view, own).copy_(_without_repeats(value, own))
     return made
