@@ -98,8 +98,8 @@ def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
 
 
 def read_marked(graph: fx.Graph, results: Sequence[Any]) -> fx.Node | None:
-    """A value that is a conjugate or a negative by a mark on a view of memory, or a view of such a value, where memory is read: by
-    the caller of the graph, whose result it is, or by an operator that no rule looks into.
+    """A value that is a conjugate or a negative by a mark on a view of memory, or a view of such a value, where memory is read
+    by the caller, whose result it is, or by an operator that no rule looks into.
     """
     readers = (node for node in graph.nodes if node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node)))
     read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
