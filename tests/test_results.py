@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx import explain
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
 from tests.support.exactness import recorder
@@ -196,6 +197,7 @@ def test_a_result_that_is_marked(name: str, with_gradients: bool) -> None:
             found, wanted = ([*call(given)] for call in (compiled, function))
         torch.testing.assert_close(found, wanted)
         assert [(item.is_conj(), item.is_neg()) for item in found] == [(item.is_conj(), item.is_neg()) for item in wanted]
+    assert "resolve_conj()" in str(explain(function, given))
     assert all(facts.program is None and "resolve_conj()" in facts.reasons()[0] for facts in backend.facts)
 
 

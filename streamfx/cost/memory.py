@@ -220,7 +220,9 @@ def made_like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
-    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    made = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    made = torch.ops.aten._conj(made) if value.is_conj() else made
+    return torch.ops.aten._neg_view(made) if value.is_neg() else made
 
 
 def bytes_like(value: Any) -> int:
