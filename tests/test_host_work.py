@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from streamfx.ir.program import START, STOP
-from streamfx.runtime import sizes
+from streamfx.runtime import segments, sizes
 from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
 from streamfx.runtime.loop_code import LoopWriter
 from streamfx.runtime.outer import OuterGraph
@@ -199,3 +199,24 @@ def test_a_written_function_keeps_nothing() -> None:
     with pytest.raises(TypeError) as found:
         run(["no tensor", None, None])
     assert "users.py:3" in "".join(getattr(found.value, "__notes__", ["users.py:3"]))  # Python 3.10 has no notes
+
+
+def test_inputs_that_lie_otherwise_take_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is found by how inputs lie, and reads them so."""
+
+    def compiled(module: fx.GraphModule, inputs: list[Tensor], *_: Any, **__: Any) -> Any:
+        strides = [value.stride() for value in inputs]
+
+        def run(*given: Tensor) -> Any:
+            assert [value.stride() for value in given] == strides
+            return module(*given)
+
+        return run
+
+    monkeypatch.setattr(segments, "compile_for_one_size", compiled)
+    monkeypatch.setattr(segments, "compile_for_sizes", lambda graph, *_: (graph, segments.any_size))
+    monkeypatch.setattr(segments, "_told", [])
+    segment, x = segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
+    for call in (segment, segment.of_several):
+        for given in (x, x.t(), x, x.t()):
+            assert torch.equal(call(given)[0], given + 1)
