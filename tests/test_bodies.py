@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from streamfx.runtime import segments
-from streamfx.runtime.forms import Family, Form, any_size
+from streamfx.runtime.forms import Family, Form
 from streamfx.torch_private.sizes import with_sizes
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
+from tests.support.stretches import for_one_size, for_sizes
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 
@@ -37,8 +38,8 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Form]]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in the place of compiled code."""
-    monkeypatch.setattr(segments, "compile_for_one_size", lambda module, inputs: module)
-    monkeypatch.setattr(segments, "compile_for_sizes", lambda module, like, shapes: (module, any_size))
+    monkeypatch.setattr(segments, "compile_for_one_size", for_one_size)
+    monkeypatch.setattr(segments, "compile_for_sizes", for_sizes)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

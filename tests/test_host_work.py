@@ -22,13 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from streamfx.ir.program import START, STOP
-from streamfx.runtime import segments, sizes
+from streamfx.runtime import sizes
 from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
 from streamfx.runtime.loop_code import LoopWriter
 from streamfx.runtime.outer import OuterGraph
+from streamfx.runtime.segments import Segment
 from streamfx.runtime.written import Call, function_of
 from streamfx.torch_private import TorchDispatchMode
 from tests.support.small import Causal, Padded, tokens
+from tests.support.stretches import interpreted
 
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "unique_dim", "masked_select", "repeat_interleave"}
 
@@ -201,22 +203,10 @@ def test_a_written_function_keeps_nothing() -> None:
     assert "users.py:3" in "".join(getattr(found.value, "__notes__", ["users.py:3"]))  # Python 3.10 has no notes
 
 
-def test_inputs_that_lie_otherwise_take_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_inputs_that_lie_otherwise_take_other_code(several: bool) -> None:
     """Code is found by how inputs lie, and reads them so."""
-
-    def compiled(module: fx.GraphModule, inputs: list[Tensor], *_: Any, **__: Any) -> Any:
-        strides = [value.stride() for value in inputs]
-
-        def run(*given: Tensor) -> Any:
-            assert [value.stride() for value in given] == strides
-            return module(*given)
-
-        return run
-
-    monkeypatch.setattr(segments, "compile_for_one_size", compiled)
-    monkeypatch.setattr(segments, "compile_for_sizes", lambda graph, *_: (graph, lambda _: True))
-    monkeypatch.setattr(segments, "_told", [])
-    segment, x = segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
-    for call in (segment, segment.of_several):
+    segment, x = Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
+    with interpreted():
         for given in (x, x.t(), x, x.t()):
-            assert torch.equal(call(given)[0], given + 1)
+            assert torch.equal(segment(given, several=several)[0], given + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from streamfx import explain
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
 from tests.support.exactness import recorder
+from tests.support.stretches import interpreted
 from tests.support.twins import batch
 
 
@@ -140,33 +142,36 @@ def test_a_view_of_memory_that_two_inputs_share_and_one_writes(with_gradients: b
 class OfConjugates(nn.Module):
     """Takes a complex number's parts, and returns parts of one."""
 
+    turn: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
         self.register_buffer("turn", torch.polar(torch.ones(40, 4), torch.randn(40, 4)).to(torch.complex128).conj())
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        turn = self.turn[: z.shape[1]]  # type: ignore[index]
+        turn = self.turn[: z.shape[1]]
         x = z.real * turn.imag + z.imag * turn.real
         q = self.up(x)[:, None]
         y = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
         return self.down(y).sin(), y.tanh()
 
 
-@pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_numbers_that_are_marked_as_conjugates(bodies: str) -> None:
+@pytest.mark.parametrize("compiler", [interpreted, pytest.param(nullcontext, marks=pytest.mark.long)])
+def test_numbers_that_are_marked_as_conjugates(compiler: Callable[[], AbstractContextManager[object]]) -> None:
     """Inputs, buffers and gradients, with the mark and without: memory holds other numbers than they are."""
     torch.manual_seed(0)
     model = OfConjugates().double()
-    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": bodies})
-    for mark in (torch.clone, torch.conj):
-        given = torch.polar(*torch.randn(2, 2, 13, 4, dtype=torch.float64)).requires_grad_()
-        results = []
-        for function in (compiled, model):
-            real, imaginary = function(mark(given))
-            loss = torch.complex(real, imaginary).conj().imag.sin().sum()
-            results.append([real, imaginary, *torch.autograd.grad(loss, [given, *model.parameters()])])
-        torch.testing.assert_close(*results)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})
+    with compiler():
+        for mark in (torch.clone, torch.conj):
+            given = torch.polar(*torch.randn(2, 2, 13, 4, dtype=torch.float64)).requires_grad_()
+            results = []
+            for function in (compiled, model):
+                real, imaginary = function(mark(given))
+                loss = torch.complex(real, imaginary).conj().imag.sin().sum()
+                results.append([real, imaginary, *torch.autograd.grad(loss, [given, *model.parameters()])])
+            torch.testing.assert_close(*results)
 
 
 MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -183,7 +188,7 @@ def test_a_result_that_is_marked(name: str, with_gradients: bool) -> None:
     """The graph runs as it stood: code outside may ask for the mark, and AOTAutograd makes views of memory that others lie in."""
     torch.manual_seed(0)
     model = OfConjugates().double()
-    sine: Tensor = model.turn.imag  # type: ignore[union-attr,assignment]
+    sine = model.turn.imag
 
     def function(z: Tensor) -> tuple[Tensor, Tensor]:
         _, y = model(z)

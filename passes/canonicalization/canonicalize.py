@@ -37,7 +37,6 @@ from streamfx.passes.canonicalization.experts import PRODUCTS
 from streamfx.passes.canonicalization.permutations import undo_orders
 from streamfx.passes.operators.traits import is_random
 from streamfx.runtime.rng import draw_seed
-from streamfx.torch_private.lines import source_line
 
 TABLE: tuple[Equation, ...] = (
     flex.flex_attention,
@@ -81,22 +80,14 @@ TABLE: tuple[Equation, ...] = (
 WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)
 
 
-MARKED = (
-    "{operator} gives a conjugate or a negative that is only marked as one, and its memory is read by the caller or by an "
-    "operator that streamfx does not know{where}: take what resolve_conj() or resolve_neg() makes of it"
-)
-
-
 @dataclass(frozen=True)
 class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
-        marked = opaque.read_marked(joint.graph, joint.outputs)
-        if marked is not None:
-            line = source_line(marked)
-            return replace(facts, stands=MARKED.format(operator=marked.target, where=f" ({line})" if line else ""))
+        if (why := marks.why_marks_stay(joint.graph, joint.outputs)) is not None:
+            return replace(facts, stands=why)
         opaque.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
         number_random_operators(joint.graph)

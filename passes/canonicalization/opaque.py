@@ -20,7 +20,7 @@ from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
-from streamfx.runtime.as_traced import is_marked, part_of, strided, strided_scatter
+from streamfx.runtime.as_traced import part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -97,17 +97,9 @@ def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
     return has_lengths or shared[where] > 1 or not isinstance(where, Elsewhere)
 
 
-def read_marked(graph: fx.Graph, results: Sequence[Any]) -> fx.Node | None:
-    """A value that is a conjugate or a negative by a mark on a view of memory, or a view of such a value, where memory is read
-    by the caller, whose result it is, or by an operator that no rule looks into.
-    """
-    readers = (node for node in graph.nodes if node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node)))
-    read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
-    return next((value for value in read if any(map(_is_marked, _shown_by(value)))), None)
-
-
-def _is_marked(node: fx.Node) -> bool:
-    return is_tensor(node) and is_marked(node.meta["val"])
+def reads_memory(node: fx.Node) -> bool:
+    """Whether an operator may read its operands' memory as it lies: one that does, or one that no rule looks into."""
+    return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
 
 
 def _makes_view(node: fx.Node) -> bool:
@@ -116,10 +108,10 @@ def _makes_view(node: fx.Node) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """The value that a chain of views begins with."""
-    return list(_shown_by(node))[-1]
+    return list(shown_by(node))[-1]
 
 
-def _shown_by(node: fx.Node) -> Iterator[fx.Node]:
+def shown_by(node: fx.Node) -> Iterator[fx.Node]:
     """A value, and those that it is a view of, as autograd counts views: by what the schemas of operators say."""
     while True:
         yield node

@@ -139,9 +139,9 @@ class Facts:
 
     Passes read what those before them have found (`facts.axes`); who asks whether a pass has run reads the field itself
     (`facts.found_axes`), which is None until then. `program` stays None where nothing is rewritten.
-    `lengths` are those that the plan holds for, if it depends on them. A graph that `fits` into the budget runs as it stands, and
-    so do one whose analysis `failed` and one that `stands` for the reason that this is. `whole` names operators that have to run
-    whole, with reasons: what a pass has found that could not run them in a loop.
+    `lengths` are those that the plan holds for, if it depends on them. A graph runs as it stands where it `fits` into the budget,
+    where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
+    run whole, with reasons: what a pass has found that could not run them in a loop.
     """
 
     joint: JointGraph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx
@@ -22,6 +22,10 @@ def single_call(node: fx.Node, body: fx.GraphModule) -> Call:
     """One operator of a body, or one of its modules."""
     run = body.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
     return Call(run, node.args, dict(node.kwargs), node, (node,))
+
+
+def _of_several(call: Call) -> Call:
+    return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
 
 
 class CompiledBody:
@@ -51,9 +55,7 @@ class CompiledBody:
 
     @cached_property
     def _for_several(self) -> Callable[..., Sequence[Any]]:
-        return self._written(
-            [replace(call, run=call.run.of_several) if isinstance(call.run, Segment) else call for call in self._calls]
-        )
+        return self._written([_of_several(call) for call in self._calls])
 
     def _written(self, calls: Sequence[Call]) -> Callable[..., Sequence[Any]]:
         graph = self._body.graph

@@ -1,6 +1,6 @@
 """Python that is written for a loop over chunks: what does not change from chunk to chunk is found before it.
 
-    def loop(run, bounds, step, env, tensors, buffers, results):
+    def loop(run, bounds, step, chunks, env, tensors, buffers, results):
         [tensor_0, tensor_1] = tensors
         [buffer_0] = buffers
         [result_0] = results
@@ -120,7 +120,8 @@ class LoopWriter:
                 first = Code("0") if low == "None" else self.named(Code(f"max(start + {low}, 0)", True), "n")[0]
                 last = rows if high == "None" else STOP
                 return first, last if first.text == "0" else self.named(Code(f"{last} - {first}", True), "n")[0]
-        return self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")  # type: ignore[return-value]
+        found, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
+        return found, count
 
     # -- rows
 
@@ -192,7 +193,7 @@ def put(own: Tensor, rows: Tensor) -> None:
 
 
 def written_loop(spec: LoopSpec) -> Callable[..., None]:
-    """loop(run, bounds, step, env, tensors, buffers, results): runs the body for all chunks, and fills the results."""
+    """loop(run, bounds, step, chunks, env, tensors, buffers, results): runs the body for all chunks, and fills the results."""
     writer = LoopWriter(spec)
     stacked = [item for item in spec.yields if isinstance(item, Stacked)]
     feeds = writer.feeds(range(len(spec.feeds)))

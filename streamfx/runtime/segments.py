@@ -38,7 +38,7 @@ _forms: dict[Hashable, list[Form]] = {}
 
 
 class Segment:
-    """A stretch of a body. `of_several` is for a loop whose chunks have more than one length.
+    """A stretch of a body. `several`: it is called for a loop whose chunks have more than one length.
 
     If there are several, what comes first is interpreted, until two lengths are known: then one form is compiled for all. If
     there is one, a form is compiled for it, and a form for all lengths once another call brings another one.
@@ -52,14 +52,9 @@ class Segment:
         self._seen: dict[Hashable, Numbers] = {}
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
 
-    def __call__(self, *given: Any) -> Sequence[Any]:
+    def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
         lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
-        run = self._ready.get(lie) or self._prepared(given, lie, several=False)
-        return run(*given)
-
-    def of_several(self, *given: Any) -> Sequence[Any]:
-        lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
-        run = self._ready.get(lie) or self._prepared(given, lie, several=True)
+        run = self._ready.get(lie) or self._prepared(given, lie, several)
         return run(*given)
 
     def _prepared(self, given: Sequence[Any], lie: Hashable, several: bool) -> Callable[..., Sequence[Any]]:

@@ -141,7 +141,8 @@ def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
 
 def kind_of_size(size: Size) -> Callable[[Any], Any]:
     """What makes a size out of what its expression gives."""
-    return {Real: float, Truth: bool}.get(type(size), int)  # type: ignore[return-value]
+    kinds: dict[type, Callable[[Any], Any]] = {Real: float, Truth: bool}
+    return kinds.get(type(size), int)
 
 
 class SizePrinter(PythonPrinter):  # type: ignore[misc]

@@ -56,7 +56,12 @@ class Call:
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(arguments, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
+
+    def seen(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(arguments, seen)
     return found
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.lazy import in_chunks, steps
-from streamfx.runtime import segments, visible
-from streamfx.runtime.forms import any_size
+from streamfx.runtime import visible
 from tests.random_decoders.calls import gradients_of
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
 from tests.support.exactness import Report, gradient_errors, leaves, recorder
+from tests.support.stretches import interpreted
 
 
 class WrongProgram(Exception):
@@ -104,9 +104,7 @@ def small_and_interpreted() -> Iterator[None]:
         mock.patch.object(visible, "LEAST_ROWS", 2),
         mock.patch.multiple(steps, LEAST=8, SMALL=2),
         mock.patch.object(in_chunks, "_forms", {}),
-        mock.patch.object(segments, "_forms", {}),
-        mock.patch.object(segments, "compile_for_one_size", lambda graph, tensors: graph),
-        mock.patch.object(segments, "compile_for_sizes", lambda graph, like, shapes: (graph, any_size)),
+        interpreted(),
     ):
         yield
 

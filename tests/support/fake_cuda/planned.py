@@ -15,9 +15,9 @@ from tests.support.fake_cuda.report import model_of
 
 def planned(model: str, length: int, device: str, layers: int = 2) -> dict[str, Any]:
     """Rows per chunk, and figures beside parameters and inputs."""
-    config = model_of(model, layers, None).config
-    found = streamfx.plan(config, seq=length, device=device, baselines=False).prediction
-    own = held_by(model_of(model, layers, None)) + found.peak_by_term["inputs"]
+    traced = model_of(model, layers, None)
+    found = streamfx.plan(traced.config, seq=length, device=device, baselines=False).prediction
+    own = held_by(traced) + found.peak_by_term["inputs"]
     return {
         "rows": [stage["chunk_size"] for stage in found.stages],
         "peak": found.peak_bytes - own,

@@ -1,0 +1,62 @@
+"""What holds Inductor's contract in its place: it reads numbers as memory has them, and as those lie that it compiled for.
+
+What Inductor would compile in seconds each runs at once, by an interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, fx
+
+from streamfx.runtime import segments
+from streamfx.runtime.forms import any_size
+from streamfx.torch_private.sizes import Shapes
+
+
+def for_one_size(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """Stands for `compile_for_one_size`: the code is for inputs that lie as `tensors` do."""
+    strides = [_strides(tensor.shape, tensor.stride()) for tensor in tensors]
+
+    def run(*given: Tensor) -> Any:
+        _checked(given, strides)
+        return graph(*given)
+
+    return run
+
+
+def for_sizes(graph: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
+    """Stands for `compile_for_sizes`: the code is for inputs that lie as `shapes` says for the number that comes first."""
+
+    def run(number: int, *given: Tensor) -> Any:
+        _checked(given, [_strides(size, stride) for size, stride, _ in shapes(number)])
+        return graph(number, *given)
+
+    return run, any_size
+
+
+def _strides(size: Sequence[int], stride: Sequence[int]) -> list[int | None]:
+    """The strides that code steps by; None where there is nothing to step to."""
+    return [step if length > 1 else None for length, step in zip(size, stride, strict=True)]
+
+
+def _checked(given: Sequence[Tensor], strides: Sequence[Sequence[int | None]]) -> None:
+    for tensor, wanted in zip(given, strides, strict=True):
+        assert not tensor.is_conj() and not tensor.is_neg(), "memory holds other numbers than these"
+        assert _strides(tensor.shape, tensor.stride()) == wanted, "code that is compiled for other strides"
+
+
+@contextmanager
+def interpreted() -> Iterator[dict[Any, Any]]:
+    """Stretches of bodies are made and shared as for Inductor, whose place an interpreter takes; gives the forms."""
+    forms: dict[Any, Any] = {}
+    with (
+        mock.patch.object(segments, "_forms", forms),
+        mock.patch.object(segments, "compile_for_one_size", for_one_size),
+        mock.patch.object(segments, "compile_for_sizes", for_sizes),
+        mock.patch.object(segments, "_told", []),
+    ):
+        yield forms
