@@ -29,6 +29,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "ends": (1, 6, 8),
     "pairs": (1, 12, 16),
     "looked up": (0, 1, 7),
+    "over keys": (1, 6, 22),
     "numbers": (2, 4),
     "few": (1, 22, 33, 42),
     "halves": (6, 8, 17),

@@ -23,7 +23,7 @@ from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, For
 from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
 from streamfx.ir.pieces import Fact, Pieces
 from streamfx.ir.ranges import Range, constant
-from streamfx.ir.signature import Signature
+from streamfx.ir.signature import Signature, Window
 from streamfx.ir.span import Span
 from streamfx.passes.analysis.fused_scores import finite_hides
 from streamfx.passes.analysis.masks import Masks
@@ -48,11 +48,12 @@ class Causality:
 def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> CausalityFacts:
     masks = Masks(joint, axes, demand)
     pairs = [node for node in joint.nodes if Role.KEYS in demand.roles.get(node, {}).values() and not _outside(node, demand)]
+    measured = _measured(pairs, axes, demand)
     spans: dict[fx.Node, Span] = {}
     verdicts: dict[fx.Node, str] = {}
     exact: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
-    for group in _groups(pairs, axes):
+    for group in _groups([node for node in pairs if node not in measured], axes):
         supports = [_support(node, masks, axes, demand) for node in group]
         bounds = [support for support in supports if support is not None]
         if any(_is_kept_whole(node, joint, demand) for node in group):
@@ -67,7 +68,7 @@ def _spans(joint: JointGraph, axes: AxisFacts, demand: DemandFacts) -> Causality
                 exact.add(node)
             if signature.keys and finite_hides(node, masks.values):
                 ordinary.add(node)
-    return CausalityFacts(spans, verdicts, frozenset(exact), frozenset(ordinary))
+    return CausalityFacts(spans, verdicts, measured, frozenset(exact), frozenset(ordinary))
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
@@ -99,8 +100,34 @@ def _is_kept_whole(node: fx.Node, joint: JointGraph, demand: DemandFacts) -> boo
     return any(user in demand.forms and _outside(user, demand) for value in values for user in value.users)
 
 
+def _measured(pairs: list[fx.Node], axes: AxisFacts, demand: DemandFacts) -> frozenset[fx.Node]:
+    """Operators on positions alone of which each key's result follows from that key's operands: masks, biases, decays.
+
+    They give the same whichever keys they are made for, and cost little. A softmax of positions, or their running sum, has to be
+    given the keys that it would have, and so has what such an operator hands its result to.
+    """
+    found: set[fx.Node] = set()
+    others: set[fx.Node] = set()
+    for node in pairs:
+        producers = {producer_of(source) for source in node.all_input_nodes if _carries_pair(source, axes)}
+        if node in axes.static and others.isdisjoint(producers) and _goes_by_key(node, axes, demand):
+            found |= {node, *(user for user in node.users if producer_of(user) is node)}
+        else:
+            others.add(node)
+    return frozenset(found)
+
+
+def _goes_by_key(node: fx.Node, axes: AxisFacts, demand: DemandFacts) -> bool:
+    """Whether an operator keeps each key, and looks at no other one for it."""
+    signature, roles = axes.signatures[node], demand.roles[node]
+    keys = {letter for letter, role in roles.items() if role is Role.KEYS}
+    moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
+    mixed = signature.keys.union(moved, *map(signature.contracted, range(len(signature.results))))
+    return keys.isdisjoint(mixed)
+
+
 def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
-    """Operators that hand values with rows and keys to each other; masks made from positions alone belong to none."""
+    """Operators that hand values with rows and keys to each other."""
     parent = {node: node for node in pairs}
 
     def root(node: fx.Node) -> fx.Node:
@@ -110,16 +137,13 @@ def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
         return node
 
     for node in pairs:
-        if node in axes.static:
-            continue
         for source in node.all_input_nodes:
             producer = producer_of(source)
-            if producer in parent and producer not in axes.static and _carries_pair(source, axes):
+            if producer in parent and _carries_pair(source, axes):
                 parent[root(producer)] = root(node)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in pairs:
-        if node not in axes.static:
-            groups[root(node)].append(node)
+        groups[root(node)].append(node)
     return list(groups.values())
 
 

@@ -119,10 +119,14 @@ class DemandFacts:
 
 @dataclass(frozen=True)
 class CausalityFacts:
-    """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found."""
+    """Which keys the rows of a chunk can see: a span for each operator that has keys, and how it was found.
+
+    Operators that are `measured`, and their parts, have none: they are made anew for the keys of each that uses them.
+    """
 
     spans: Mapping[fx.Node, Span]
     verdicts: Mapping[fx.Node, str]
+    measured: frozenset[fx.Node] = frozenset()
     exact: frozenset[fx.Node] = frozenset()  # fused attention whose mask is exactly its span
     ordinary: frozenset[fx.Node] = frozenset()  # fused attention whose scores leave nothing of what a huge number hides
 

@@ -70,14 +70,12 @@ class Layout:
         return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
 
     def span(self, node: fx.Node, asked: Span | None = None) -> Span:
-        """The keys that an operator runs over. A mask made from positions alone has no span of its own: it is made for
-        the keys that its user asks for.
-        """
+        """The keys that an operator runs over; one that is made to measure runs over those that its user asks for."""
         return self.causality.spans.get(node, asked or Span())
 
     def is_made_to_measure(self, node: fx.Node) -> bool:
-        """Whether a value with rows and keys follows from positions alone, so that each user can have its own keys."""
-        return self.demand.form(node) is Form.PAIR and node in self.axes.static
+        """Whether a value with rows and keys is made anew for the keys of each that uses it."""
+        return self.demand.form(node) is Form.PAIR and node in self.causality.measured
 
     def needs(self, node: fx.Node, asked: Span | None = None) -> tuple[Need, ...]:
         """The needs of an operator that runs inside a loop, one per tensor operand."""

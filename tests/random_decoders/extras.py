@@ -163,6 +163,25 @@ PAIRS: dict[str, tuple[str, ...]] = {
         "softmax over queries": "p.softmax(1) @ x",
     }.items()
 }
+_DISTANCE = "d = (at[:, None] - at).double()"
+# what is made of positions over all keys, or all rows, of which a mask shows some afterwards
+OVER_KEYS: dict[str, tuple[str, ...]] = {
+    f"{name}, {shown}": (_DISTANCE, f"w = {made}", f"term = ({mask} @ x).square().mean()")
+    for name, made in {
+        "softmax": "(self.shift[0] * d.abs() / t).softmax(-1)",
+        "softmax over queries": "(self.shift[0] * d.abs() / t).softmax(0)",
+        "turned softmax": "(d * d / t).T.softmax(-1)",
+        "share": "(lambda e: e / e.sum(-1, keepdim=True))(torch.exp(-d.abs()) * self.shift[0])",
+        "share of many": "(lambda e: (e / e.sum(-1, keepdim=True))[7])(torch.exp(-d.abs()).expand(5000, t, t) * self.shift[0])",
+        "running sum": "torch.exp(-d.abs()).cumsum(-1) / t",
+        "running sum from the right": "torch.exp(-d.abs()).flip(-1).cumsum(-1).flip(-1) / t",
+        "product": "torch.exp(-d.abs()) @ torch.cos(d) / t",
+        "largest": "torch.sin(d * d) / (1 + torch.cos(d * d).amax(-1, keepdim=True))",
+        "in order": "torch.sin(d * d).sort(-1)[0]",
+        "centred": "d / t - (d.abs() / t).mean(-1, keepdim=True)",
+    }.items()
+    for shown, mask in {"earlier": "w.tril()", "near": "(w * ((d >= 0) & (d < 3)))"}.items()
+}
 LOOKED_UP: dict[str, tuple[str, ...]] = {  # what is zero where a key is hidden, and is a number of a row all the same
     name: ("n = ((labels[..., None] + labels[:, None]) % 2) * (at <= at[:, None])", f"term = ({made} * x).square().mean()")
     for name, made in {
@@ -317,4 +336,4 @@ FEATURES: dict[
     "turned": (1, "feats.flip(-1)"),
 }
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
-LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **LOOKED_UP, **NUMBERS, **FEW, **HALVES}
+LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **OVER_KEYS, **LOOKED_UP, **NUMBERS, **FEW, **HALVES}

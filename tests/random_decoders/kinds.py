@@ -19,6 +19,7 @@ from tests.random_decoders.extras import (
     HALVES,
     LOOKED_UP,
     NUMBERS,
+    OVER_KEYS,
     PAIRS,
     PLACES,
 )
@@ -152,6 +153,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "ends": partial(_of_any_length, extras=ENDS),
     "pairs": partial(_beside, extras=PAIRS),
     "looked up": partial(_beside, extras=LOOKED_UP),
+    "over keys": partial(_beside, extras=OVER_KEYS),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -172,6 +174,7 @@ OFTEN = (
     "bytes",
     "halves",
     "looked up",
+    "over keys",
     "views",
 )
 
