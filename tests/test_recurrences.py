@@ -182,6 +182,23 @@ def test_one_loop_after_the_other() -> None:
     check(lambda m, x: stacked(m, written_row_by_row(m, x)), 7, count=4, chunk_size=3)
 
 
+def test_a_loop_over_the_rows_that_another_has_stacked() -> None:
+    """Each row of the first loop's stack is read by itself, so that its gradient is put together of rows, too."""
+
+    def mixer(m: Mixed, x: Tensor) -> Tensor:
+        first, second, state = [], [], zeros(x)
+        for t in range(x.shape[1]):
+            state = (m.gate(state) + x[:, t]).tanh()
+            first.append(state)
+        rows, state = torch.stack(first, 1), zeros(x)
+        for t in range(x.shape[1]):
+            state = state * 0.5 + m.gate(rows[:, t])
+            second.append(state)
+        return m.out(torch.stack(second, 1))
+
+    check(mixer, 7, count=4, chunk_size=3, streams=None)
+
+
 def test_the_last_state() -> None:
     """It leaves the loop when the last chunk has run."""
 
@@ -192,7 +209,7 @@ def test_the_last_state() -> None:
             rows.append(state * x[:, t])
         return m.out(torch.stack(rows, 1)) + m.gate(state)[:, None]
 
-    check(mixer, 7, chunk_size=3, streams=None)
+    check(mixer, 7, count=4, chunk_size=3, streams=None)
 
 
 def test_from_the_end() -> None:

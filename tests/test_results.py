@@ -174,6 +174,22 @@ def test_numbers_that_are_marked_as_conjugates(compiler: Callable[[], AbstractCo
             torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("number", [1 + 1j, 3j])
+def test_a_complex_number_that_multiplies(number: complex) -> None:
+    """Its conjugate multiplies the gradient: autograd marks a number, too."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+
+    def function(x: Tensor) -> Tensor:
+        q = layer(x)[:, None]
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return (torch.view_as_complex(y.unflatten(-1, (2, 2))) * number).imag.sin().sum()
+
+    compiled = torch.compile(function, backend="streambp", options={"chunk_size": 4, "bodies": "eager", "strict": True})
+    given = torch.randn(2, 13, 4, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(*(torch.autograd.grad(call(given), [given, *layer.parameters()]) for call in (compiled, function)))
+
+
 MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a part of a buffer": lambda x, sine: sine[: x.shape[1], 1:],
     "memory that is read": lambda x, sine: x + sine.as_strided((x.shape[1], 4), (4, 2), 1),

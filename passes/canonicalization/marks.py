@@ -44,7 +44,10 @@ def _is_marked(node: fx.Node) -> bool:
 
 @equation(aten._conj.default)
 def marked_conjugate(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """_conj(x) -> conj_physical(x)"""
+    """_conj(x) -> conj_physical(x); of a number, by which a value is multiplied: the number that it is"""
+    if isinstance(number := node.args[0], (int, float, complex)):
+        own = node.meta["val"]
+        return writer.call(aten.full.default, [], number.conjugate(), dtype=own.dtype, device=own.device)
     return writer.call(aten.conj_physical.default, node_argument(node))
 
 

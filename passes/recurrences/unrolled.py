@@ -11,7 +11,7 @@ import operator
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,8 +105,14 @@ def rows_of(graph: fx.Graph) -> Rows:
         if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
             dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
             found.joins.append(Joined(node, dim, tuple(node.args[0])))
-    found.reads = {node: row for node, row in found.reads.items() if node.users}
+    found.reads = {node: replace(row, source=_read_of(node)) for node, row in found.reads.items() if node.users}
     return found
+
+
+def _read_of(node: fx.Node) -> fx.Node:
+    """What a row is taken out of, now that sums of rows are stacked."""
+    source = node_argument(node)
+    return node_argument(source) if node.target is operator.getitem else source
 
 
 def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:

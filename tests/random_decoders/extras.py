@@ -330,6 +330,7 @@ FEATURES: dict[
     "stacked": (2, "torch.stack((feats, feats.sin()), -1).flatten(-2)"),
     "written": (2, "torch.zeros_like(x).slice_scatter(feats, -1, 1, 1 + feats.shape[-1])"),
     "complex": (2, "torch.view_as_real(torch.complex(feats, feats.cos())).flatten(-2)"),
+    "turned by a number": (2, "torch.view_as_real(torch.complex(feats, feats.cos()) * (1 - 2j)).flatten(-2)"),
     "conjugate": (2, "torch.view_as_real(torch.polar(feats, feats.cos()).conj().resolve_conj()).flatten(-2)"),
     "parts of a conjugate": (2, "torch.cat(((z := torch.polar(feats, feats.cos()).conj()).imag, z.real), -1)"),
     "twice": (1, "feats"),
