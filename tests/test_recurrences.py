@@ -209,7 +209,7 @@ def test_the_last_state() -> None:
             rows.append(state * x[:, t])
         return m.out(torch.stack(rows, 1)) + m.gate(state)[:, None]
 
-    check(mixer, 7, count=4, chunk_size=3, streams=None)
+    check(mixer, 7, chunk_size=3, streams=None)
 
 
 def test_from_the_end() -> None:
