@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, told
+from streamfx.ir.delivery import places_of
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
@@ -27,6 +28,7 @@ from streamfx.lazy.rebuild import Cut
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
+from streamfx.passes.codegen.deliveries import deliveries, inputs_saved
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
@@ -36,6 +38,7 @@ from streamfx.report.reasons import tell_of_whole_graph
 from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.stagewise import Chain, InStages, StagewiseRunner
 from streamfx.torch_private import (
     aot_autograd,
     asked_gradients,
@@ -48,6 +51,7 @@ from streamfx.torch_private import (
     static_inputs,
     tracing_undone,
 )
+from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import raised_as_itself
 from streamfx.torch_private.sizes import size_hint
 
@@ -61,6 +65,7 @@ NOT_DEFERRED = (
 )
 
 BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
+Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule]"
 PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
 
 NOT_COMPILED = (
@@ -95,6 +100,7 @@ class Compilation:
     reads_inputs: bool = True
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
+    chain: Chain | None = None
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
@@ -128,7 +134,11 @@ class Compilation:
             decompositions=DECOMPOSITIONS,
         )
         deferral = self.deferred = self.deferral()
+        if self.options.gradients != "at once":
+            self.chain = Chain(always=self.options.gradients == "stagewise")
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
+        if self.chain is not None and self.chain.places:
+            compiled = InStages(compiled, self.chain)
         if deferral is not None:
             compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
         watched = [item for item in self.watched if item.seen is not None]
@@ -188,9 +198,16 @@ class Compilation:
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
+        forward, backward = self.halves(joint, joint_inputs, num_fwd_outputs, static_lifetime_input_indices or (), plain)
+        self.plan_chain(joint.graph, len(joint_inputs[0]), forward, backward)
+        return forward, backward
+
+    def halves(
+        self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, static: Sequence[int], plain: Callable[[], Halves]
+    ) -> Halves:
+        """The forward and the backward half: `plain()` where nothing is streamed."""
         self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
-        static = static_lifetime_input_indices or ()
         patterns = self.patterns(count - number_of_tokens(joint.graph))
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
@@ -202,6 +219,16 @@ class Compilation:
             tell_of_whole_graph(facts)
             return plain()
         return facts.program.forward, known(facts.program.backward)
+
+    def plan_chain(self, joint: fx.Graph, num_primals: int, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Find out which gradients can be handed over before the end of the backward half."""
+        mutated = mutated_inputs(joint)
+        if self.chain is None or mutated is None or num_primals != self.num_inputs:
+            return
+        self.chain.kept_out = frozenset(mutated)
+        self.chain.saved = inputs_saved(forward.graph, self.num_outputs)
+        places = places_of(deliveries(backward, self.chain.saved))
+        self.chain.places = places if len(places) > 1 else ()
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
         """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
@@ -262,10 +289,16 @@ class Compilation:
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         keep_saved_tensors()
+        if self.chain is not None:
+            self.chain.keep_out(inputs_in_results())
         return OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return OuterRunner(module, is_backward=True)
+        runner = OuterRunner(module, is_backward=True)
+        if self.chain is None or not self.chain.places:
+            return runner
+        stretches = deliveries(module, self.chain.saved)
+        return StagewiseRunner(runner, stretches, self.chain) if places_of(stretches) == self.chain.places else runner
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

@@ -39,6 +39,9 @@ class Options:
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
+    gradients: when the backward pass hands gradients to autograd: "stagewise", as soon as those of a stage are there, so that what
+        listens to them (a reducer, an optimizer in the backward pass) runs between stages; "at once", at its end; "auto",
+        stagewise where DDP or hooks on parameters listen.
     strict: raise instead of running a stage whole.
     check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
     """
@@ -52,6 +55,7 @@ class Options:
     bodies: Literal["eager", "inductor", "auto"] = "auto"
     accumulate: Literal["float32", "same"] = "float32"
     outputs: Literal["lazy", "dense"] = "lazy"
+    gradients: Literal["auto", "stagewise", "at once"] = "auto"
     strict: bool = False
     check_passes: bool = False
 
@@ -66,6 +70,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "bodies": ("eager", "inductor", "auto"),
     "accumulate": ("float32", "same"),
     "outputs": ("lazy", "dense"),
+    "gradients": ("auto", "stagewise", "at once"),
     "strict": (True, False),
     "check_passes": (True, False),
 }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.runtime.in_place import added, scaled, scaled_once
+from streamfx.runtime.in_place import OVER_FIRST, added, scaled, scaled_once
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
 
@@ -62,7 +62,7 @@ def made_by(node: fx.Node) -> fx.Node:
 
 def is_made_here(node: fx.Node, module: Any) -> bool:
     """Whether a value is one of a loop's results, or was itself written in place."""
-    if node.target in (added, scaled, scaled_once):
+    if node.target in OVER_FIRST:
         return True
     if node.target is not operator.getitem:
         return False

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import is_size
+from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.torch_private import OpOverload
 
 MEMORIES = "streamfx_memories"  # in the `meta` of an output: for each result, the names of the values that it showed when traced
@@ -33,7 +34,8 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
             found.add(value)
             continue
-        operands = [source for source in producer.all_input_nodes if not is_size(source)]
+        given = producer.all_input_nodes[:1] if producer.target in OVER_FIRST else producer.all_input_nodes
+        operands = [source for source in given if not is_size(source)]
         todo += [source for source in operands if source not in seen]
         seen.update(operands)
     return frozenset(found)

@@ -24,3 +24,6 @@ def scaled_once(saved: Tensor, factor: Any) -> Tensor:
     if keeps_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)
+
+
+OVER_FIRST = (added, scaled, scaled_once)  # what they return lies where their first operand does, or in memory of its own

@@ -37,7 +37,7 @@ class OuterGraph:
 
     def __init__(self, module: fx.GraphModule) -> None:
         graph = module.graph
-        calls = [_call(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
+        calls = [call_of(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
         given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
         self._function = function_of("outer", given, calls, result, boxed=True)
 
@@ -46,7 +46,7 @@ class OuterGraph:
         return self._function(arguments)
 
 
-def _call(node: fx.Node, module: fx.GraphModule) -> Call:
+def call_of(node: fx.Node, module: fx.GraphModule) -> Call:
     run = _function_of(node, module)
     body = getattr(getattr(run, "__self__", None), "body", None)
     operators = tuple(body.graph.nodes) if isinstance(body, fx.GraphModule) else (node,)
@@ -92,7 +92,7 @@ class OuterRunner:
         if self._is_backward:
             arguments[:] = map(unmarked, arguments)
         given = {id(argument) for argument in arguments} if self._saves_after is not None else set()
-        with torch.no_grad(), looking(_found_before(arguments)) as looks:
+        with torch.no_grad(), looking(found_before(arguments)) as looks:
             results = self._graph.run(arguments)
         if self._saves_after is None:
             return results
@@ -124,7 +124,7 @@ def _hand_on(looks: Looks, results: Sequence[Any], saved: Sequence[Any], given: 
             setattr(value, LOOKS, looks)
 
 
-def _found_before(arguments: Sequence[Any]) -> Looks:
+def found_before(arguments: Sequence[Any]) -> Looks:
     """What the forward half has found, for its backward half; nothing for others, or where hooks have packed what was saved."""
     found = (getattr(argument, LOOKS, None) for argument in arguments if isinstance(argument, Tensor))
     return next((looks for looks in found if looks is not None), None) or Looks()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from keyword import iskeyword
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -52,6 +52,16 @@ class Call:
     @property
     def used(self) -> list[fx.Node]:
         return nodes_in((self.args, self.kwargs))
+
+
+class Step(Protocol):
+    """What takes values, and what it makes of them."""
+
+    @property
+    def made(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def used(self) -> list[fx.Node]: ...
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
@@ -138,22 +148,19 @@ def function_of(
     if boxed:
         text.line(f"[{names}] = {arguments}", 2)
         text.line(f"{arguments}.clear()", 2)
-    before, *after = _dying(given, calls, result)
-    _drop(text, before)
+    before, *after = dying(given, calls, result)
+    drop(text, before)
     at: dict[int, tuple[fx.Node, ...]] = {}  # by line
-    for call, dying in zip(calls, after, strict=True):
-        _write(text, call)
+    for call, values in zip(calls, after, strict=True):
+        write(text, call)
         at[len(text.lines)] = call.stands_for
-        _drop(text, dying)
+        drop(text, values)
     text.line(f"return {text.argument(result)}", 2)
-    error = text.unused("error")
-    text.line(f"except Exception as {error}:")
-    text.line(f"{text.name('failed', _blame(at))}({error})", 2)
-    text.line("raise", 2)
+    end(text, at)
     return text.function(title)
 
 
-def _write(text: Text, call: Call) -> None:
+def write(text: Text, call: Call) -> None:
     named = {key: text.argument(item) for key, item in call.kwargs.items()}
     arguments = [text.argument(item) for item in call.args] + [
         f"{key}={item}" for key, item in named.items() if not iskeyword(key)
@@ -163,12 +170,20 @@ def _write(text: Text, call: Call) -> None:
     text.line(f"{made} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
 
 
-def _drop(text: Text, values: Sequence[fx.Node]) -> None:
+def drop(text: Text, values: Sequence[fx.Node]) -> None:
     if values:
         text.line(" = ".join([*(node.name for node in values), "None"]), 2)
 
 
-def _dying(given: Sequence[fx.Node], calls: Sequence[Call], result: Any) -> list[list[fx.Node]]:
+def end(text: Text, at: dict[int, tuple[fx.Node, ...]]) -> None:
+    """The end of what began with `try`: `at` has the nodes that a line stands for."""
+    error = text.unused("error")
+    text.line(f"except Exception as {error}:")
+    text.line(f"{text.name('failed', _blame(at))}({error})", 2)
+    text.line("raise", 2)
+
+
+def dying(given: Sequence[fx.Node], calls: Sequence[Step], result: Any) -> list[list[fx.Node]]:
     """What nobody asks for any more: of what is given, before all calls, and after each of them."""
     last: dict[fx.Node, int] = dict.fromkeys(given, -1)
     for position, call in enumerate(calls):

@@ -1,0 +1,151 @@
+"""Behind which loop of the backward half is a gradient complete?
+
+Autograd's accumulators, and all that listens to them (a reducer, an optimizer in the backward pass), may run between two
+stretches of the backward half. They may do as they like with a gradient, and write to its parameter. So a stretch hands over a
+gradient only once nothing that follows reads the memory that it lies in, or that its parameter lies in.
+
+    head.weight                        scaled_once(saved, tangent)
+    ---------------------------------  a loop follows
+    layer 1's weights                  layer_1_backward_0, layer_1_backward_1
+    ---------------------------------
+    layer 0's, embed.weight if tied    layer_0_backward_0, layer_0_backward_1, added(...)
+
+The graph is not changed. What only leads to gradients (transposing, scaling, type casts), and stands behind all loops, is run as
+soon as its operands are there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from streamfx.ir.delivery import Delivery
+from streamfx.ir.joint import ancestors, is_tensor
+from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
+from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.traits import is_expensive, is_random
+from streamfx.runtime.in_place import OVER_FIRST
+from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
+
+
+def inputs_saved(forward: fx.Graph, num_outputs: int) -> tuple[frozenset[int], ...]:
+    """For each tensor that a forward half saves: the inputs, by position, in whose memory it may lie."""
+    results = forward.output_node().args[0]
+    inputs = {node: position for position, node in enumerate(forward.find_nodes(op="placeholder"))}
+    assert isinstance(results, (tuple, list))
+    return tuple(
+        frozenset(inputs[memory] for memory in memories(node) if memory in inputs)
+        for node in results[num_outputs:]
+        if is_tensor(node)
+    )
+
+
+def deliveries(backward: fx.GraphModule, saved: Sequence[frozenset[int]]) -> tuple[Delivery, ...]:
+    """The backward half in stretches, each but the last of which ends before a loop; `saved` is what `inputs_saved` gives."""
+    if any(_writes(node) for node in backward.graph.nodes):
+        return ()
+    order = _early(backward)
+    complete = _complete(backward.graph, order, saved)
+    found, begin, ready = list[Delivery](), 0, dict[int, fx.Node]()
+    for index, node in enumerate(order):
+        if ready and _takes_time(node, backward):
+            found.append(_delivery(order[begin:index], ready))
+            begin, ready = index, {}
+        ready |= complete.get(index, {})
+    return (*found, _delivery(order[begin:], ready)) if order else ()
+
+
+def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> Delivery:
+    given = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
+    reads = [node for node in given if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)]
+    return Delivery(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), Loop)
+    return is_expensive(node) and node.target is not operator.getitem
+
+
+# -- what only leads to gradients
+
+
+def _early(module: fx.GraphModule) -> list[fx.Node]:
+    """The operators in an order in which they can run: that of the graph, but for what can run early."""
+    operators = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    movable, placed = _movable(module), set(module.graph.find_nodes(op="placeholder"))
+    order: list[fx.Node] = []
+
+    def place(node: fx.Node) -> None:
+        order.append(node)
+        placed.add(node)
+        follow(node)
+
+    def follow(node: fx.Node) -> None:
+        for user in node.users:
+            if user in movable and user not in placed and placed.issuperset(user.all_input_nodes):
+                place(user)
+
+    for node in list(placed):
+        follow(node)
+    for node in operators:
+        if node not in placed:
+            place(node)
+    return order
+
+
+def _movable(module: fx.GraphModule) -> set[fx.Node]:
+    """What gradients are made of, no loop needs, and gives the same whenever it runs."""
+    graph, output = module.graph, module.graph.output_node()
+    wanted = ancestors(tuple(output.all_input_nodes))
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        leads_to_gradients_alone = all(user is output or user in found for user in node.users)
+        if node in wanted and leads_to_gradients_alone and _gives_the_same(node) and not _takes_time(node, module):
+            found.add(node)
+    return found
+
+
+def _gives_the_same(node: fx.Node) -> bool:
+    if node.target is operator.getitem or node.target in OVER_FIRST:
+        return True
+    return isinstance(node.target, OpOverload) and not is_random(node)
+
+
+# -- where nobody reads it any more
+
+
+def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Sequence[frozenset[int]]) -> dict[int, dict[int, fx.Node]]:
+    """Behind which operator, by its number, gradients are complete and not looked at any more, nor their parameters."""
+    number = {node: index for index, node in enumerate(order)}
+    last = _last_reads(graph, number)
+    tensors = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+    readers: dict[int, int] = {}  # of inputs
+    for node, positions in zip(tensors, saved, strict=False):
+        for position in positions:
+            readers[position] = max(readers.get(position, 0), last.get(node, 0))
+    found: dict[int, dict[int, fx.Node]] = {}
+    for position, gradient in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type,misc]
+        if isinstance(gradient, fx.Node):
+            reads = [last.get(memory, 0) for memory in memories(gradient)]
+            index = max([number.get(gradient, 0), readers.get(position, 0), *reads])
+            found.setdefault(index, {})[position] = gradient
+    return found
+
+
+def _last_reads(graph: fx.Graph, number: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each value that has memory of its own, the last operator that is given it or a part of it."""
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        reads = [number[user] for user in node.users if user in number]
+        if reads and node.op != "output":
+            for memory in memories(node):
+                last[memory] = max(last.get(memory, 0), *reads)
+    return last

@@ -1,0 +1,64 @@
+"""Private interfaces of autograd: who runs, for whom, and who waits for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+def current_autograd_node() -> Any:
+    """The node of autograd's graph that this code runs for; None where no backward is running (2.11, 2.13)."""
+    return torch._C._current_autograd_node()
+
+
+def backward_pass() -> int:
+    """A number for the backward pass that this code runs in, which no other has; -1 in none (2.11, 2.13)."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_this_backward(call: Callable[[], None]) -> None:
+    """Let autograd call a function at the end of the backward pass that is running. If that fails, it drops it (2.11, 2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def autocast_is_on() -> bool:
+    """Whether operators choose types by themselves, on any device (2.11, 2.13)."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def no_autocast() -> Any:
+    """A context in which they do not, as AOTAutograd runs what it compiled (2.11, 2.13)."""
+    return torch._C._DisableAutocast()
+
+
+def is_transformed() -> bool:
+    """Whether this code runs inside of a transformation of functions, such as `vmap` (2.11, 2.13)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def listens(tensors: Iterable[Tensor]) -> bool:
+    """Whether somebody waits for the gradients of tensors: hooks, or DDP, whose forward this code is in (2.11, 2.13).
+
+    Hooks on accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be seen.
+    """
+    return _is_in_ddp() or any(
+        isinstance(tensor, Tensor) and tensor.is_leaf and (tensor._post_accumulate_grad_hooks or tensor._backward_hooks)
+        for tensor in tensors
+    )
+
+
+def _is_in_ddp() -> bool:
+    return distributed.is_available() and torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def inputs_in_results() -> list[int] | None:
+    """Positions of the inputs that the graph being compiled returns, or parts of them, by AOTAutograd; None if unknown (2.11, 2.13)."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    kinds = (OutputType.alias_of_input, OutputType.is_input)
+    return None if metadata is None else [item.base_idx for item in metadata.output_info if item.output_type in kinds]
