@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +16,6 @@ from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, told
-from streamfx.ir.delivery import places_of
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
@@ -28,7 +27,7 @@ from streamfx.lazy.rebuild import Cut
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.codegen.deliveries import deliveries, inputs_saved
+from streamfx.passes.codegen.deliveries import in_stretches, inputs_saved, plan_chain
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
@@ -38,7 +37,7 @@ from streamfx.report.reasons import tell_of_whole_graph
 from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
-from streamfx.runtime.stagewise import Chain, InStages, StagewiseRunner
+from streamfx.runtime.stagewise import Chain, InStages
 from streamfx.torch_private import (
     aot_autograd,
     asked_gradients,
@@ -65,7 +64,6 @@ NOT_DEFERRED = (
 )
 
 BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
-Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule]"
 PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
 
 NOT_COMPILED = (
@@ -130,12 +128,11 @@ class Compilation:
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
             inference_compiler=self.run_inference,
-            partition_fn=self.partition,
+            partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
         deferral = self.deferred = self.deferral()
-        if self.options.gradients != "at once":
-            self.chain = Chain(always=self.options.gradients == "stagewise")
+        self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
             compiled = InStages(compiled, self.chain)
@@ -198,16 +195,9 @@ class Compilation:
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
-        forward, backward = self.halves(joint, joint_inputs, num_fwd_outputs, static_lifetime_input_indices or (), plain)
-        self.plan_chain(joint.graph, len(joint_inputs[0]), forward, backward)
-        return forward, backward
-
-    def halves(
-        self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, static: Sequence[int], plain: Callable[[], Halves]
-    ) -> Halves:
-        """The forward and the backward half: `plain()` where nothing is streamed."""
         self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
+        static = static_lifetime_input_indices or ()
         patterns = self.patterns(count - number_of_tokens(joint.graph))
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
@@ -220,15 +210,14 @@ class Compilation:
             return plain()
         return facts.program.forward, known(facts.program.backward)
 
-    def plan_chain(self, joint: fx.Graph, num_primals: int, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Find out which gradients can be handed over before the end of the backward half."""
-        mutated = mutated_inputs(joint)
-        if self.chain is None or mutated is None or num_primals != self.num_inputs:
-            return
-        self.chain.kept_out = frozenset(mutated)
-        self.chain.saved = inputs_saved(forward.graph, self.num_outputs)
-        places = places_of(deliveries(backward, self.chain.saved))
-        self.chain.places = places if len(places) > 1 else ()
+    def partition_in_stretches(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The same, and which gradients autograd can have before the end of the backward graph."""
+        forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        if self.chain is not None and isinstance(joint_inputs, tuple) and len(joint_inputs[0]) == self.num_inputs:
+            plan_chain(self.chain, mutated_inputs(joint.graph), inputs_saved(forward.graph, num_fwd_outputs), backward)
+        return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
         """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
@@ -295,10 +284,7 @@ class Compilation:
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runner = OuterRunner(module, is_backward=True)
-        if self.chain is None or not self.chain.places:
-            return runner
-        stretches = deliveries(module, self.chain.saved)
-        return StagewiseRunner(runner, stretches, self.chain) if places_of(stretches) == self.chain.places else runner
+        return runner if self.chain is None else in_stretches(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

@@ -39,9 +39,9 @@ class Options:
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
-    gradients: when the backward pass hands gradients to autograd: "stagewise", as soon as those of a stage are there, so that what
-        listens to them (a reducer, an optimizer in the backward pass) runs between stages; "at once", at its end; "auto",
-        stagewise where DDP or hooks on parameters listen.
+    gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them (DDP, an
+        optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or hooks on
+        parameters wait.
     strict: raise instead of running a stage whole.
     check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
     """

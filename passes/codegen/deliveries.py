@@ -17,35 +17,46 @@ soon as its operands are there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
-from streamfx.ir.delivery import Delivery
+from streamfx.ir.delivery import Delivery, Saved, places_of, results_of
 from streamfx.ir.joint import ancestors, is_tensor
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.traits import is_expensive, is_random
 from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.outer import OuterRunner
+from streamfx.runtime.stagewise import Chain, StagewiseRunner
 from streamfx.torch_private import OpOverload
 
 
-def inputs_saved(forward: fx.Graph, num_outputs: int) -> tuple[frozenset[int], ...]:
+def plan_chain(chain: Chain, mutated: Sequence[int] | None, saved: Saved, backward: fx.GraphModule) -> None:
+    """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
+    places = places_of(deliveries(backward, saved))
+    chain.saved, chain.places = saved, places if len(places) > 1 else ()
+    chain.keep_out(mutated)
+
+
+def in_stretches(runner: OuterRunner, chain: Chain) -> Callable[[list[Any]], Any]:
+    """A backward half that hands gradients over as the chain expects it; where its graph is another one by now, at its end."""
+    found = deliveries(runner.module, chain.saved) if chain.places else ()
+    return StagewiseRunner(runner, found, chain) if found and places_of(found) == chain.places else runner
+
+
+def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
     """For each tensor that a forward half saves: the inputs, by position, in whose memory it may lie."""
-    results = forward.output_node().args[0]
     inputs = {node: position for position, node in enumerate(forward.find_nodes(op="placeholder"))}
-    assert isinstance(results, (tuple, list))
-    return tuple(
-        frozenset(inputs[memory] for memory in memories(node) if memory in inputs)
-        for node in results[num_outputs:]
-        if is_tensor(node)
-    )
+    saved = [node for node in results_of(forward)[num_outputs:] if is_tensor(node)]
+    return tuple(frozenset(inputs[memory] for memory in memories(node) if memory in inputs) for node in saved)
 
 
-def deliveries(backward: fx.GraphModule, saved: Sequence[frozenset[int]]) -> tuple[Delivery, ...]:
-    """The backward half in stretches, each but the last of which ends before a loop; `saved` is what `inputs_saved` gives."""
-    if any(_writes(node) for node in backward.graph.nodes):
+def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[Delivery, ...]:
+    """The backward half in stretches, each but the last of which ends before a loop; none where the graph writes to memory."""
+    if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes):
         return ()
     order = _early(backward)
     complete = _complete(backward.graph, order, saved)
@@ -62,10 +73,6 @@ def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> De
     given = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
     reads = [node for node in given if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)]
     return Delivery(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
@@ -122,7 +129,7 @@ def _gives_the_same(node: fx.Node) -> bool:
 # -- where nobody reads it any more
 
 
-def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Sequence[frozenset[int]]) -> dict[int, dict[int, fx.Node]]:
+def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[int, dict[int, fx.Node]]:
     """Behind which operator, by its number, gradients are complete and not looked at any more, nor their parameters."""
     number = {node: index for index, node in enumerate(order)}
     last = _last_reads(graph, number)
@@ -132,7 +139,7 @@ def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Sequence[frozens
         for position in positions:
             readers[position] = max(readers.get(position, 0), last.get(node, 0))
     found: dict[int, dict[int, fx.Node]] = {}
-    for position, gradient in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type,misc]
+    for position, gradient in enumerate(results_of(graph)):
         if isinstance(gradient, fx.Node):
             reads = [last.get(memory, 0) for memory in memories(gradient)]
             index = max([number.get(gradient, 0), readers.get(position, 0), *reads])

@@ -14,7 +14,7 @@ is ready, so hooks on parameters, reducers and optimizers in the backward pass h
 # NOTE [Who gets which gradient]
 The node of the compiled function looks at its own edges: what it keeps is what leads to an identity for just that input. All else
 it computes before it returns. A run (`_Run`) belongs to one call and one backward pass: autograd owns it until that pass ends, in
-whatever way. Where anything is not as expected, the node returns all gradients at once, and identities hand on what they are given.
+whatever way. Where anything is not as expected, that node returns all gradients at once, and identities hand on what they get.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from streamfx.ir.delivery import Delivery
+from streamfx.ir.delivery import Delivery, Saved, results_of
 from streamfx.runtime.as_traced import unmarked
 from streamfx.runtime.mask_programs import looking
 from streamfx.runtime.outer import OuterRunner, call_of, found_before
@@ -52,14 +52,14 @@ TWICE = "torch.compile with aot_autograd does not currently support double backw
 class Chain:
     """What a compiled function and its backward half know of each other.
 
-    `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by input; empty where
-    nothing is handed over before the end. `saved`: which inputs are in the memory of each tensor that the forward half saves.
+    `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by input; empty
+    where nothing is handed over before the end. `saved`: of what the backward half is given, in whose memory it lies.
     `kept_out`: inputs that are not chained. `is_used`: a call of the function was chained.
     """
 
     always: bool
     places: tuple[tuple[int, ...], ...] = ()
-    saved: tuple[frozenset[int], ...] = ()
+    saved: Saved = ()
     kept_out: frozenset[int] = frozenset()
     is_used: bool = False
 
@@ -204,7 +204,7 @@ class StagewiseRunner:
         after_this_backward(run.finish)
         return [
             output if not isinstance(output, fx.Node) else None if place in chained else run.results.pop(place)
-            for place, output in enumerate(self.whole.module.graph.output_node().args[0])
+            for place, output in enumerate(results_of(self.whole.module.graph))
         ]
 
     def _stretches(self) -> Stretches:

@@ -27,18 +27,18 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.ir.delivery import Delivery
-from streamfx.runtime.written import Call, Text, drop, dying, end, write
+from streamfx.runtime.written import Call, Step, Text, drop, dying, end, write
 
 Stretches = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
 CHANGED = (
-    "a tensor that is needed for computing gradients has been modified by an inplace operation while they were computed: {name} is "
-    "at version {now}, {before} was expected. A hook on a parameter may write to this parameter alone"
+    "a tensor that is needed for computing gradients has been modified by an inplace operation while they were computed: {name} "
+    "is at version {now}, {before} was expected. A hook on a parameter may write to that parameter alone"
 )
 
 
 @dataclass(frozen=True)
 class Border:
-    """The begin of a stretch, where `values` are looked at that it reads, or its end, where `values` are the results it leaves."""
+    """The begin of a stretch, which looks at `values` that it reads, or its end, which leaves `values` as results."""
 
     values: tuple[fx.Node, ...]
     made: tuple[fx.Node, ...] = ()
@@ -50,7 +50,9 @@ class Border:
 
 def stretches_of(title: str, given: Sequence[fx.Node], stretches: Sequence[tuple[Delivery, Sequence[Call]]]) -> Stretches:
     """A generator function for a graph's stretches and the calls of each."""
-    steps = [(Border(delivery.reads), *calls, Border(tuple(delivery.gradients.values()))) for delivery, calls in stretches]
+    steps: list[list[Step]] = [
+        [Border(delivery.reads), *calls, Border(tuple(delivery.gradients.values()))] for delivery, calls in stretches
+    ]
     text = Text(node.name for node in (*given, *(node for some in steps for step in some for node in step.made)))
     arguments, results, versions = map(text.unused, ("arguments", "results", "versions"))
     text.line(f"def {title}({arguments}, {results}):", 0)

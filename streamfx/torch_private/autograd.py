@@ -55,7 +55,7 @@ def _is_in_ddp() -> bool:
 
 
 def inputs_in_results() -> list[int] | None:
-    """Positions of the inputs that the graph being compiled returns, or parts of them, by AOTAutograd; None if unknown (2.11, 2.13)."""
+    """Positions of the inputs that the graph being compiled returns, or parts of them; None if unknown (2.11, 2.13)."""
     from torch._functorch._aot_autograd.schemas import OutputType
 
     context = torch._guards.TracingContext.try_get()
