@@ -309,7 +309,7 @@ class Uses:
     ) -> Callable[..., Any] | None:
         """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
-        options = replace(options, chunk_size=cut.rows, loss_chunk_size=cut.rows)
+        options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
         compilation = Compilation(graph, options, parameters=weights)
         run = compilation.compile(inputs)
         facts = compilation.facts[-1] if compilation.facts else None

@@ -121,9 +121,10 @@ def _movable(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _gives_the_same(node: fx.Node) -> bool:
+    """Whether it does not matter when an operator runs; to collectives it does, and to whatever waits for them."""
     if node.target is operator.getitem or node.target in OVER_FIRST:
         return True
-    return isinstance(node.target, OpOverload) and not is_random(node)
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
 
 
 # -- where nobody reads it any more

@@ -36,11 +36,11 @@ from streamfx.runtime.outer import OuterRunner, call_of, found_before
 from streamfx.runtime.written_stretches import Stretches, stretches_of
 from streamfx.torch_private.autograd import (
     after_this_backward,
+    are_awaited,
     autocast_is_on,
     backward_pass,
     current_autograd_node,
     is_transformed,
-    listens,
     no_autocast,
 )
 
@@ -92,7 +92,7 @@ class InStages:
         return self.compiled(*self._chained(arguments))
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
-        return listens([arguments[position] for some in self.chain.places for position in some])
+        return are_awaited([arguments[position] for some in self.chain.places for position in some])
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
         if is_transformed():

@@ -39,15 +39,17 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def listens(tensors: Iterable[Tensor]) -> bool:
-    """Whether somebody waits for the gradients of tensors: hooks, or DDP, whose forward this code is in (2.11, 2.13).
+def are_awaited(tensors: Iterable[Tensor]) -> bool:
+    """Whether somebody does something with gradients of tensors as they arrive: hooks, DDP (this code is in its forward), or the
+    gradients that are there already, to which new ones are added (2.11, 2.13).
 
     Hooks on accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be seen.
     """
-    return _is_in_ddp() or any(
-        isinstance(tensor, Tensor) and tensor.is_leaf and (tensor._post_accumulate_grad_hooks or tensor._backward_hooks)
-        for tensor in tensors
-    )
+    return _is_in_ddp() or any(tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _is_awaited(tensor: Tensor) -> bool:
+    return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks) or tensor.grad is not None
 
 
 def _is_in_ddp() -> bool:

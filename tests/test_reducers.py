@@ -1,0 +1,155 @@
+"""Data parallel training: reductions overlap with the backward half, and gradients are those of one process with all data.
+
+Two processes talk by gloo, with different data. One compilation serves all ways to set DDP up.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.profiler import ProfilerActivity, profile
+
+from tests.support.exactness import Recorder, recorder
+from tests.support.ranks import on_ranks
+from tests.support.spread import only
+from tests.support.stages import Layers, batch
+
+SMALL = 1e-6  # MiB: a bucket per parameter
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+TOLERANCE, LAYERS = 1e-12, 3
+
+
+class Unused(Layers):
+    """One parameter is not used, another one is not trained."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(layers)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.qkv[0].bias.requires_grad_(False)
+
+
+def summed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook: the mean, as DDP makes it."""
+    work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused parameters are looked for": {"find_unused_parameters": True},
+    "the graph stays as it is": {"static_graph": True},
+    "gradients are views of buckets": {"gradient_as_bucket_view": True},
+    "a communication hook": {"hook": summed},
+    "accumulated without reductions": {"accumulate": True},
+    "accumulated in buckets": {"accumulate": True, "gradient_as_bucket_view": True},
+    "one bucket": {"bucket_cap_mb": 25},
+}
+EVERY_TIME = ("plain", "gradients are views of buckets", "accumulated without reductions")
+
+
+def compiled_for(model: nn.Module, **options: Any) -> tuple[Any, Recorder]:
+    torch._dynamo.config.optimize_ddp = False  # it cuts the graph at buckets
+    backend = recorder(chunk_size=5, loss_chunk_size=5, **options)
+    return torch.compile(model, backend=backend), backend
+
+
+@contextmanager
+def wrapped(model: nn.Module, hook: Any = None, accumulate: bool = False, **options: Any) -> Iterator[DDP]:
+    wrapper = DDP(model, **{"bucket_cap_mb": SMALL, **options})
+    if hook is not None:
+        wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # DDP reads annotations
+    yield wrapper
+    del wrapper
+    gc.collect()
+
+
+def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    return batch(seed=10 * step + rank)
+
+
+def error(model: nn.Module, eager: nn.Module) -> float:
+    """How far gradients are from the means of all ranks' in eager, at most, relative to the largest."""
+    worst = 0.0
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            mean = other.grad.clone()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            worst = max(worst, float((one.grad - mean).abs().max() / mean.abs().max()))
+    return worst
+
+
+def both(rank: int, wrapper: DDP, eager: nn.Module, accumulate: bool, steps: int = 2) -> float:
+    """The error after some steps; `accumulate`: gradients of several calls are reduced with the last one's."""
+    worst = 0.0
+    for step in range(steps):
+        wrapper.zero_grad(set_to_none=step == 0)
+        eager.zero_grad()
+        for part in range(3 if accumulate else 1):
+            with nullcontext() if part == 2 or not accumulate else wrapper.no_sync():
+                wrapper(*data(rank, 3 * step + part)).backward()
+            eager(*data(rank, 3 * step + part)).backward()
+        worst = max(worst, error(wrapper.module, eager))
+    return worst
+
+
+def models(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = make().double()
+    return model, copy.deepcopy(model)
+
+
+def ways(rank: int, names: list[str], gradients: str) -> tuple[dict[str, float], tuple[int, int], list[int]]:
+    """Errors by way, all with one compilation; how many reductions are issued before the last product of the backward half, and how
+    many there are; how many gradients each stretch of it hands over.
+    """
+    model, eager = models(lambda: Layers(LAYERS))
+    function, backend = compiled_for(model, gradients=gradients)
+    errors = {}
+    for name in names:
+        with wrapped(function, **WAYS[name]) as wrapper:
+            errors[name] = both(rank, wrapper, eager, WAYS[name].get("accumulate", False))
+    with wrapped(function) as wrapper:
+        overlap = early_reductions(rank, wrapper)
+    chain = backend.compilations[0].chain
+    assert len(backend.compilations) == 1
+    return errors, overlap, [len(places) for places in chain.places] if chain is not None else []
+
+
+def early_reductions(rank: int, wrapper: DDP) -> tuple[int, int]:
+    wrapper(*data(rank, 0)).backward()  # after the first step DDP makes new buckets
+    wrapper.zero_grad()
+    loss = wrapper(*data(rank, 1))
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        loss.backward()
+    events = sorted(record.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.name in PRODUCTS or "allreduce" in event.name]
+    last = max(position for position, name in enumerate(names) if name in PRODUCTS)
+    reductions = [position for position, name in enumerate(names) if name not in PRODUCTS]
+    return sum(position < last for position in reductions), len(reductions)
+
+
+@pytest.mark.parametrize("names", only([EVERY_TIME], [EVERY_TIME, tuple(WAYS)]))
+def test_distributed_data_parallel(names: tuple[str, ...]) -> None:
+    for errors, (early, reductions), places in on_ranks(ways, list(names), "auto"):
+        assert all(error <= TOLERANCE for error in errors.values()) and len(errors) == len(names), errors
+        assert early == sum(places[:-1]) and reductions == sum(places)
+        assert early / reductions >= (LAYERS - 1) / LAYERS
+
+
+@pytest.mark.long
+def test_at_once_no_reduction_overlaps() -> None:
+    for errors, (early, reductions), places in on_ranks(ways, ["plain"], "at once"):
+        assert errors["plain"] <= TOLERANCE
+        assert early == 0 and reductions == 2 + 4 * LAYERS and not places
