@@ -37,7 +37,7 @@ def staged(staged_once: Staged) -> Iterator[Staged]:
 def order_of(staged: Staged, step: Callable[[], Any]) -> list[str]:
     """Loops, and the parameters whose gradients are complete, in the order of a step."""
     order: list[str] = []
-    names = {parameter: name for name, parameter in staged.model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in staged.model.named_parameters()}
     with noted_loops(order), hooked(list(names), lambda parameter: order.append(names[parameter])):
         step()
     return order
@@ -263,7 +263,7 @@ class Peeks(Layers):
 
     def first(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embed(ids)
-        return nn.functional.linear(x, self.out[-1].weight.detach()).sin()
+        return nn.functional.linear(x, self.get_parameter("out.1.weight").detach()).sin()
 
 
 MODELS = {"plain": Layers, "tied": lambda: Layers(tied=True), "peeks": Peeks, "three": lambda: Layers(3)}
@@ -346,13 +346,14 @@ class Odd(Layers):
 
     def __init__(self) -> None:
         super().__init__()
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(3))
         self.code = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         loss = super().forward(ids, labels)
         self.count.add_(1.0)
-        return loss + (self.code @ self.out[0].weight).sum(), self.embed.weight[:3]
+        return loss + (self.code @ self.get_parameter("out.0.weight")).sum(), self.embed.weight[:3]
 
 
 def odd(call: Any) -> None:
