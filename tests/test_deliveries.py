@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives
 from torch import fx
 
 from streamfx.passes.codegen.deliveries import deliveries, inputs_saved
@@ -71,17 +72,17 @@ def test_what_only_leads_to_gradients_runs_early() -> None:
 
 
 def test_what_must_not_run_early_stays() -> None:
-    """Random draws are in order, and so is what operators of others do."""
+    """Random draws are in order, and so are collectives, and what waits for them."""
 
     def drawn(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
         mm = call(aten.mm.default, (two, tangent))
         return call(aten.bernoulli.p, (one, 0.5)), mm
 
-    def foreign(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
+    def waiting(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
         mm = call(aten.mm.default, (two, tangent))
-        return call(torch.ops.streamfx.attention.default, (one,)), mm
+        return call(torch.ops._c10d_functional.wait_tensor.default, (one,)), mm
 
-    for build in (drawn, foreign):
+    for build in (drawn, waiting):
         ((operators, places),) = stretches(build, NOBODYS)
         assert operators[0].startswith("mm") and places == [0, 1]
 
