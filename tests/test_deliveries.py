@@ -18,7 +18,7 @@ Build = Callable[..., Sequence[fx.Node]]
 
 
 def stretches(build: Build, saved: Sequence[Sequence[int]]) -> list[tuple[list[str], list[int]]]:
-    """Operators and places of gradients, by stretch, of a graph of square matrices; `saved` are inputs in whose memory they lie."""
+    """Operators and places of gradients, by stretch, of a graph of square matrices; `saved`: in which inputs' memory they lie."""
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in ("one", "two", "three", "tangent")]
     graph.output(tuple(build(graph.call_function, *given)))

@@ -9,6 +9,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ TOLERANCE, LAYERS = 1e-12, 3
 class Unused(Layers):
     """One parameter is not used, another one is not trained."""
 
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__(layers)
+    def __init__(self) -> None:
+        super().__init__()
         self.unused = nn.Parameter(torch.ones(3))
         self.qkv[0].bias.requires_grad_(False)
 
@@ -89,15 +90,15 @@ def error(model: nn.Module, eager: nn.Module) -> float:
     return worst
 
 
-def both(rank: int, wrapper: DDP, eager: nn.Module, accumulate: bool, steps: int = 2) -> float:
-    """The error after some steps; `accumulate`: gradients of several calls are reduced with the last one's."""
+def both(rank: int, wrapper: DDP, eager: nn.Module, accumulate: bool, call: Callable[..., Any] | None = None) -> float:
+    """The error after two steps by `call`; `accumulate`: gradients of several calls are reduced with the last one's."""
     worst = 0.0
-    for step in range(steps):
+    for step in range(2):
         wrapper.zero_grad(set_to_none=step == 0)
         eager.zero_grad()
         for part in range(3 if accumulate else 1):
             with nullcontext() if part == 2 or not accumulate else wrapper.no_sync():
-                wrapper(*data(rank, 3 * step + part)).backward()
+                (call or wrapper)(*data(rank, 3 * step + part)).backward()
             eager(*data(rank, 3 * step + part)).backward()
         worst = max(worst, error(wrapper.module, eager))
     return worst
@@ -153,3 +154,63 @@ def test_at_once_no_reduction_overlaps() -> None:
     for errors, (early, reductions), places in on_ranks(ways, ["plain"], "at once"):
         assert errors["plain"] <= TOLERANCE
         assert early == 0 and reductions == 2 + 4 * LAYERS and not places
+
+
+def unused(rank: int) -> float:
+    model, eager = models(Unused)
+    with wrapped(compiled_for(model)[0], find_unused_parameters=True) as wrapper:
+        return both(rank, wrapper, eager, accumulate=False)
+
+
+def compiled_around(rank: int, cut: bool) -> float:
+    """DDP is compiled, rather than what it wraps; `cut`: as Dynamo has it by default."""
+    model, eager = models(Layers)
+    wrapper = DDP(model, bucket_cap_mb=25 if cut else SMALL)
+    function, _ = compiled_for(wrapper)
+    torch._dynamo.config.optimize_ddp = cut
+    return both(rank, wrapper, eager, accumulate=False, call=function)
+
+
+def reduced_to_owners(rank: int, on_accumulators: bool) -> float:
+    """Each gradient is reduced to one rank by a hook and freed on the others, as ZeRO does it."""
+    model, eager = models(Layers)
+    function, backend = compiled_for(model, gradients="stagewise" if on_accumulators else "auto")
+    parameters, works, kept = list(model.parameters()), list[Any](), list[Any]()
+
+    def reduce(parameter: Tensor, owner: int) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        works.append((dist.reduce(gradient, owner, async_op=True), parameter, gradient if owner == rank else None))
+
+    for number, parameter in enumerate(parameters):
+        hook: Any = partial(reduce, parameter, number % dist.get_world_size())
+        accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        kept.append(accumulator)
+        if on_accumulators:
+            accumulator.register_hook(lambda *_, hook=hook: hook())
+        else:
+            parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook())
+    function(*data(rank, 0)).backward()
+    eager(*data(rank, 0)).backward()
+    twins, worst = dict(zip(map(id, parameters), eager.parameters(), strict=True)), 0.0
+    for work, parameter, own in works:
+        work.wait()
+        gradient = twins[id(parameter)].grad
+        assert gradient is not None
+        total = gradient.clone()
+        dist.all_reduce(total)
+        if own is not None:
+            worst = max(worst, float((own - total).abs().max() / total.abs().max()))
+    chain = backend.compilations[0].chain
+    assert chain is not None and chain.is_used and len(works) == len(parameters)
+    return worst
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "argument"),
+    [(unused, None), (compiled_around, False), (compiled_around, True), (reduced_to_owners, False), (reduced_to_owners, True)],
+)
+def test_other_ways(case: Callable[..., float], argument: bool | None) -> None:
+    for error_of_rank in on_ranks(case, *([] if argument is None else [argument])):
+        assert error_of_rank <= TOLERANCE
