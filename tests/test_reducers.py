@@ -93,12 +93,13 @@ def error(model: nn.Module, eager: nn.Module) -> float:
 def both(rank: int, wrapper: DDP, eager: nn.Module, accumulate: bool, call: Callable[..., Any] | None = None) -> float:
     """The error after two steps by `call`; `accumulate`: gradients of several calls are reduced with the last one's."""
     worst = 0.0
+    run: Callable[..., Any] = wrapper if call is None else call
     for step in range(2):
         wrapper.zero_grad(set_to_none=step == 0)
         eager.zero_grad()
         for part in range(3 if accumulate else 1):
             with nullcontext() if part == 2 or not accumulate else wrapper.no_sync():
-                (call or wrapper)(*data(rank, 3 * step + part)).backward()
+                run(*data(rank, 3 * step + part)).backward()
             eager(*data(rank, 3 * step + part)).backward()
         worst = max(worst, error(wrapper.module, eager))
     return worst

@@ -275,7 +275,7 @@ class Peeks(Layers):
 MODELS = {"plain": Layers, "tied": lambda: Layers(tied=True), "peeks": Peeks, "three": lambda: Layers(3)}
 
 
-@pytest.mark.parametrize("name", only(["peeks"], MODELS))
+@pytest.mark.parametrize("name", only(["peeks", "tied"], MODELS))
 def test_updates_are_those_of_an_optimizer_behind_the_backward_pass(name: str) -> None:
     staged = Staged(MODELS[name](), *batch())
     with hooked(list(staged.model.parameters()), descend):

@@ -24,6 +24,7 @@ from torch import fx
 
 from streamfx.ir.delivery import Delivery, Saved, places_of, results_of
 from streamfx.ir.joint import ancestors, is_tensor
+from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.traits import is_expensive, is_random
 from streamfx.runtime.in_place import OVER_FIRST
@@ -70,7 +71,7 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[Delivery, ...]:
 
 def _delivery(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> Delivery:
     given = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
-    reads = [node for node in given if node.op == "placeholder" and is_tensor(node)]
+    reads = [node for node in given if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE, False)]
     return Delivery(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
 
 

@@ -13,8 +13,8 @@ Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a b
 
 @dataclass(frozen=True)
 class Delivery:
-    """A stretch of a backward half: the operators that run, which tensors that the half is given they read, and the gradients that
-    are handed over behind them, by their place among the half's results.
+    """A stretch of a backward half: the operators that run, which of the given tensors they read that somebody else may write to,
+    and the gradients that are handed over behind them, by their place among the half's results.
     """
 
     operators: tuple[fx.Node, ...]
