@@ -15,8 +15,10 @@ from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
 from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
 from streamfx.passes.canonicalization.canonicalize import Canonicalize
+from streamfx.passes.canonicalization.unshard import Unshard
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
 from streamfx.passes.codegen.lower import Lower
+from streamfx.passes.codegen.put_back import PutBack
 from streamfx.passes.codegen.rewrite import Rewrite
 from streamfx.passes.codegen.visibility import Visibility
 from streamfx.passes.operators.whole import RunsWhole
@@ -57,7 +59,9 @@ class Fixpoint:
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
     """All passes, in order."""
+    put_back = PutBack(options)
     return (
+        Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
         Canonicalize(),  # what is this, in the fewest operators?
         Recurrences(),  # which unrolled loops carry a state from row to row?
         Fixpoint(Axes(), SumsAlongSequence()),  # which dimension of which value is the sequence?
@@ -67,7 +71,8 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         LossGradient(),  # can the loss stage find its gradient along with the loss? (the one rewrite that needs the stages)
         Plan(options),  # how large is a chunk, what is kept?
         Rewrite(),  # what runs instead of the joint graph?
-        Fit(options, Rewrite().apply),  # which plan is the fastest within the memory budget?
+        put_back,  # where do collectives on weights run?
+        Fit(options, lambda facts: put_back.apply(Rewrite().apply(facts))),  # which plan is the fastest within the memory budget?
         Visibility(),  # which masks are looked at once per step?
         Lower(options),  # who runs a loop's body?
     )

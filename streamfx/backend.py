@@ -43,10 +43,10 @@ from streamfx.torch_private import (
     asked_gradients,
     compile_whole,
     default_partition,
+    given_positions,
     is_held_by_model,
     keep_saved_tensors,
     mutated_inputs,
-    number_of_tokens,
     static_inputs,
     tracing_undone,
 )
@@ -167,11 +167,17 @@ class Compilation:
 
         return torch.compile(self.module.forward, backend=backend)
 
-    def patterns(self, num_primals: int) -> dict[int, Pieces]:
-        """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
-        if self.num_inputs != num_primals:
+    def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
+        """Patterns of the inputs that hold a mask, which the compiled graph then relies on; by position among the inputs of the
+        traced graph, where sharded tensors have been taken apart.
+        """
+        given = given_positions(graph, num_primals)
+        if self.num_inputs == len(given):
+            return {item.position: item.pattern for item in self.watched}
+        whole = {position: i for i, position in enumerate(given) if position is not None}
+        if None not in given:  # AOTAutograd has put inputs together
             return {}
-        return {item.position: item.pattern for item in self.watched}
+        return {whole[item.position]: item.pattern for item in self.watched if item.position in whole}
 
     def partition(
         self,
@@ -198,7 +204,7 @@ class Compilation:
         self.num_outputs = num_fwd_outputs
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
-        patterns = self.patterns(count - number_of_tokens(joint.graph))
+        patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         if self.options.memory_budget is not None and self.options.chunk_size == "auto":
             halves = plain()
@@ -289,8 +295,8 @@ class Compilation:
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
         weights = static_inputs() or self.parameters
-        given = len(inputs) - number_of_tokens(module.graph)
-        capture = partial(captured, module, len(inputs), len(_outputs(module)), weights, self.patterns(given))
+        patterns = self.patterns(module.graph, len(inputs))
+        capture = partial(captured, module, len(inputs), len(_outputs(module)), weights, patterns)
         facts = self.analysed(capture)
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 

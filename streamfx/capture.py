@@ -10,7 +10,7 @@ from torch import fx
 
 from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import graph_copy, joint_graph
+from streamfx.ir.joint import graph_copy, is_object, joint_graph
 from streamfx.ir.pieces import Pieces
 from streamfx.runtime.as_traced import unmarked
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
@@ -26,8 +26,8 @@ def captured(
 ) -> Facts:
     """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
 
-    `static_inputs` are the positions of parameters and buffers among the inputs; `known_masks` tells for some of them, by
-    position, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
+    `static_inputs` are the positions of parameters and buffers among the inputs that are no objects, which AOTAutograd does not
+    count (2.13); `known_masks` tells for some of the inputs, by position among all, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
     where that is not known.
     """
     graph = graph_copy(module.graph)
@@ -38,10 +38,10 @@ def captured(
     for node in graph.find_nodes(op="get_attr"):
         _keep_constant(node, module)
     joint = joint_graph(graph, num_primals, num_outputs)
-    inputs = joint.inputs
+    inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
     for position in static_inputs:
-        if position < len(inputs):
-            inputs[position].meta["streamfx_static_address"] = True
+        if position < len(counted):
+            counted[position].meta["streamfx_static_address"] = True
     for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
         joint.primals[position].meta["streamfx_mutated"] = True
     for position, pieces in (known_masks or {}).items():

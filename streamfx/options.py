@@ -38,6 +38,9 @@ class Options:
         memory; on a CPU in memory-mapped files).
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
     accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
+    reshard: whether whole weights of a sharded model are dropped behind the stage that used them, and gathered once more in the
+        backward half (True), or kept for it (False); "auto" does as the code says (its checkpointing policies), and where it says
+        nothing, drops all but those that the backward half begins with.
     outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
     gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them (DDP, an
         optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or hooks on
@@ -54,6 +57,7 @@ class Options:
     offload: Literal["none", "inputs"] = "none"
     bodies: Literal["eager", "inductor", "auto"] = "auto"
     accumulate: Literal["float32", "same"] = "float32"
+    reshard: bool | Literal["auto"] = "auto"
     outputs: Literal["lazy", "dense"] = "lazy"
     gradients: Literal["auto", "stagewise", "at once"] = "auto"
     strict: bool = False
@@ -69,6 +73,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "inputs"),
     "bodies": ("eager", "inductor", "auto"),
     "accumulate": ("float32", "same"),
+    "reshard": ("auto", True, False),
     "outputs": ("lazy", "dense"),
     "gradients": ("auto", "stagewise", "at once"),
     "strict": (True, False),

@@ -28,6 +28,7 @@ from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
+RUN = "streamfx_run"  # in an outer node's `meta`: the number of the region that it belongs to
 CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
 
 
@@ -47,6 +48,7 @@ class OuterBuilder:
         self.states: dict[fx.Node, fx.Node] = {}
         self.chunks_of_states: dict[fx.Node, ChunkSize] = {}
         self.loops: list[Loop] = []
+        self.runs = 0
 
     def has(self, node: fx.Node) -> bool:
         return node in self.env
@@ -83,7 +85,7 @@ class OuterBuilder:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
         made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
-        made.meta = dict(node.meta)
+        made.meta = {**node.meta, RUN: self.runs}
         self.env[node] = made
         for user in node.users:
             if is_part(user) and user not in self.env and is_tensor(user):
@@ -181,6 +183,7 @@ class OuterBuilder:
             if number < len(region.loops):
                 label = name if len(region.loops) == 1 else f"{name}_{number}"
                 self._loop(self._unused(label), region, number, chunk_size)
+        self.runs += 1
 
     def _unused(self, name: str) -> str:
         """The name, numbered where another loop has it: stages of one module are called alike."""
@@ -202,6 +205,7 @@ class OuterBuilder:
         self.loops.append(loop)
         symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
         call = self.graph.call_module(name, (*symbols, *sources))
+        call.meta[RUN] = self.runs
         for position, node in enumerate(leaves):
             made = self.graph.call_function(operator.getitem, (call, position))
             made.meta = {"val": node.meta["val"], "joint": node.name, "streamfx_stacked": True}

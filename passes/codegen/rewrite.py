@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
+from streamfx.ir.joint import JointGraph, is_object, is_size, is_tensor, shape_of_node
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import Layout
 from streamfx.ir.plan import ChunkSize
@@ -88,8 +88,8 @@ class _Rewriter:
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
         self._assert(backward, early=False)
         gradients = gradients_apart([self._output(backward, gradient) for gradient in self.joint.gradients])
-        saved, numbers = backward.finish(tuple(gradients))
-        forward.graph.output((*self._apart(forward, results, saved), *saved, *numbers))
+        saved, others = backward.finish(tuple(gradients))
+        forward.graph.output((*self._apart(forward, results, saved), *saved, *others))
         loops = (*forward.loops, *backward.loops)
         return Program(_finished(forward), _finished(backward), tuple(saved), loops)
 
@@ -213,6 +213,7 @@ class _BackwardBuilder(OuterBuilder):
         self.fetched: dict[fx.Node, fx.Node] = {}
         self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
         self.numbers: dict[sympy.Symbol, fx.Node] = {}
+        self.objects: dict[fx.Node, fx.Node] = {}
         self.tangents: list[fx.Node] = []
         for node in self.joint.tangents:
             made = self.graph.placeholder(node.name)
@@ -234,6 +235,8 @@ class _BackwardBuilder(OuterBuilder):
                 self.env[node].meta = dict(node.meta)
             else:
                 self.env[node] = self.saved[node] = self._placeholder(node.name, dict(node.meta))
+        if node not in self.env and is_object(node):
+            self.env[node] = self.objects[node] = self._placeholder(node.name, dict(node.meta))
         return self.env.get(node)
 
     def _fetched(self, node: fx.Node) -> fx.Node:
@@ -304,10 +307,11 @@ class _BackwardBuilder(OuterBuilder):
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Close the graph; returns the forward nodes to save, in order: tensors, then numbers."""
+        """Close the graph; returns the forward nodes to save, in AOTAutograd's order: tensors, then objects and numbers."""
         self.graph.output(gradients)
         previous: fx.Node | None = None
-        for made in (*self.numbers.values(), *self.saved.values(), *self.states.values(), *self.tangents):
+        tensors = *self.saved.values(), *self.states.values()
+        for made in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
             if previous is None:
                 next(iter(self.graph.nodes)).prepend(made)
             else:
@@ -316,7 +320,8 @@ class _BackwardBuilder(OuterBuilder):
         for node, placeholder in self.saved.items():
             placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
         saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
-        return saved, [self.forward.symbols[symbol] for symbol in self.numbers]
+        objects = [self.forward.env[node] for node in self.objects]
+        return saved, objects + [self.forward.symbols[symbol] for symbol in self.numbers]
 
     def _is_for_one(self, node: fx.Node) -> bool:
         """Whether a saved value is a loop's result that the forward half hands to this half alone."""

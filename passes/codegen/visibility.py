@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import sizes_first
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import LoopSpec, Number, Part, Program, Same
 from streamfx.ir.structure import structure
@@ -53,7 +53,7 @@ def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
     if program.backward is None:
         return {}
     values: Any = program.forward.graph.output_node().args[0]
-    pairs = zip(program.backward.graph.find_nodes(op="placeholder"), sorted(values[num_outputs:], key=is_tensor), strict=False)
+    pairs = zip(program.backward.graph.find_nodes(op="placeholder"), sizes_first(values[num_outputs:]), strict=False)
     return {taken: value for taken, value in pairs if taken.meta.get("val") is value.meta.get("val")}
 
 

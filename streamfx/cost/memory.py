@@ -167,12 +167,9 @@ def _leaf_like(node: fx.Node) -> Any:
 def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
     """Feed what was saved (numbers last, which the backward half takes first) and gradients of the results."""
     placeholders = backward.graph.find_nodes(op="placeholder")
-    numbers = [value for value in saved if not isinstance(value, Tensor)]
-    tensors = [value for value in saved if isinstance(value, Tensor)]
+    arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
-    arguments = [*numbers, *tensors]
     arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
-    del numbers, tensors
     return OuterRunner(backward)(arguments)
 
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 from torch import fx
 
 from streamfx.ir.axes import Atom, AxisTable, Dim
+from streamfx.ir.collectives import Collectives
 from streamfx.ir.fitting import Fitting
 from streamfx.ir.joint import JointGraph
 from streamfx.ir.lengths import Lengths
@@ -145,10 +146,12 @@ class Facts:
     (`facts.found_axes`), which is None until then. `program` stays None where nothing is rewritten.
     `lengths` are those that the plan holds for, if it depends on them. A graph runs as it stands where it `fits` into the budget,
     where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
-    run whole, with reasons: what a pass has found that could not run them in a loop.
+    run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
+    were taken off the graph.
     """
 
     joint: JointGraph
+    collectives: Collectives | None = None
     found_axes: AxisFacts | None = None
     found_demand: DemandFacts | None = None
     found_causality: CausalityFacts | None = None

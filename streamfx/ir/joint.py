@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,12 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
     """What is trained, activations that are handed in and get a gradient, and the gradients that come in."""
     pairs = zip(joint.primals, joint.gradients, strict=False)
-    return frozenset(joint.tangents) | {primal for primal, gradient in pairs if isinstance(gradient, fx.Node)}
+    return frozenset(joint.tangents) | {primal for primal, gradient in pairs if is_tensor(gradient)}
 
 
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
     """What the forward half makes of the primals that get a gradient, and these."""
-    found = {primal for primal, gradient in zip(joint.inputs, joint.gradients, strict=False) if isinstance(gradient, fx.Node)}
+    found = {primal for primal, gradient in zip(joint.inputs, joint.gradients, strict=False) if is_tensor(gradient)}
     for node in joint.nodes:
         if node in joint.forward and any(source in found for source in node.all_input_nodes):
             found.add(node)
@@ -141,6 +141,16 @@ def is_size(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(
         node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
+
+
+def sizes_first(saved: Iterable[Any]) -> list[Any]:
+    """What a forward half saves, in the order in which its backward half takes it: AOTAutograd hands sizes over in front."""
+    return sorted(saved, key=lambda node: not is_size(node))
+
+
+def is_object(node: Any) -> bool:
+    """Whether a node is an input that is handed through as it is: no tensor and no size, such as the mesh of a sharded weight."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and not (is_tensor(node) or is_size(node) or is_token(node))
 
 
 def node_argument(node: fx.Node, position: int = 0) -> fx.Node:

@@ -54,6 +54,7 @@ __all__ = [
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
+    "given_positions",
     "has_compiler",
     "is_composite",
     "is_held_by_model",
@@ -137,6 +138,13 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
 def is_token(placeholder: fx.Node) -> bool:
     """Whether an input stands for the order of effects, and holds nothing; such inputs come before all others (2.11, 2.13)."""
     return isinstance(placeholder.meta.get("desc"), ForwardTokenAOTInput)
+
+
+def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
+    """For each of the first `count` inputs of a traced graph, but for tokens, which of Dynamo's it is: None for a part of one, as
+    a sharded tensor has parts (2.11, 2.13)."""
+    inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
+    return [getattr(node.meta.get("desc"), "idx", None) for node in inputs]
 
 
 def number_of_tokens(graph: fx.Graph) -> int:

@@ -1,0 +1,202 @@
+"""Which collectives are on weights alone? The graph of a sharded model is the graph of the model, with something in front of each
+weight and something behind each gradient.
+
+    wait(all_gather(shard)) -> t -> mm        ->    weight -> t -> mm
+    mm -> wait(reduce_scatter) -> gradient    ->    mm -> gradient
+
+What is taken off is kept, and put back around the loops (`codegen/put_back.py`), so that all passes in between see the model
+without shards. Taken off is what depends on one input alone up to one value, and what a gradient alone is made of from one value
+on: both are proven by who uses what. A reduction comes back behind everything that its operand is made by: in front of a product
+with a tangent it would be wrong, for each rank has a tangent of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from streamfx.ir.collectives import Collectives, Gather
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import JointGraph, drop_unused, is_assertion, is_tensor, joint_graph
+from streamfx.ir.stretch import Stretch
+from streamfx.passes.operators.collectives import (
+    PUTS_TOGETHER,
+    gives_the_same_twice,
+    has_collectives,
+    is_gather,
+    is_reduction,
+    is_wait,
+)
+
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class Unshard:
+    name: ClassVar[str] = "unshard"
+
+    def apply(self, facts: Facts) -> Facts:
+        graph, joint = facts.joint.graph, facts.joint
+        if not has_collectives(graph):
+            return facts
+        drop_unused(graph)
+        gathers = take_off_gathers(joint)
+        reductions = take_off_reductions(joint)
+        drop_unused(graph)
+        joint = joint_graph(graph, len(joint.primals), len(joint.outputs))
+        return replace(facts, joint=joint, collectives=Collectives(gathers, reductions))
+
+
+# -- in front of a weight
+
+
+def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
+    """Let each weight that is gathered be an input of the graph, and return how it is gathered."""
+    found: dict[fx.Node, Gather] = {}
+    for primal, nodes in made_of_one(joint).items():
+        if any(map(is_gather, nodes)) and not primal.meta.get("streamfx_mutated", False):
+            nodes = _without_repeats(nodes)
+            end = _end_of_gather(primal, nodes)
+            if end is not None:
+                inside = _ancestors(end, nodes)
+                found[primal] = Gather(Stretch.between(primal, end, inside), _said([node for node in nodes if node in inside]))
+                end.replace_all_uses_with(primal, delete_user_cb=lambda user, inside=inside: user not in inside)
+                primal.meta = {**primal.meta, "val": end.meta["val"]}
+    return found
+
+
+def made_of_one(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
+    """By tensor among the inputs what is made of it alone, in order."""
+    made: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
+    root = {primal: primal for primal in made}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
+            roots = {root.get(source) for source in node.all_input_nodes}
+            if len(roots) == 1 and (only := roots.pop()) is not None:
+                root[node] = only
+                made[only].append(node)
+    return made
+
+
+def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operators, each once: a weight that is used twice is gathered twice."""
+    known: dict[Any, fx.Node] = {}
+    for node in nodes:
+        first = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            node.graph.erase_node(node)
+    return list(known.values())
+
+
+def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The one value by which a weight leaves its gather: the last before anything but the putting together of shards."""
+    end, inside = None, set[fx.Node]()
+    for node in nodes:
+        own = _ancestors(node, nodes)
+        if any(map(is_gather, own)) and any(map(is_wait, own)) and is_tensor(node) and _leaves_by(node, {primal, *own}):
+            if end is not None and not all(map(_puts_together, own - inside)):
+                break
+            end, inside = node, own
+    return end
+
+
+def _puts_together(node: fx.Node) -> bool:
+    return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
+
+
+def _leaves_by(end: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether nobody outside uses any other of these values, and this one stays inside of the graph."""
+    leaves = any(user.op == "output" for user in end.users)
+    return not leaves and all(user in inside for node in inside - {end} for user in node.users)
+
+
+def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
+    """The node, and those of the others that it is made of."""
+    allowed, found, todo = set(among), {node}, [node]
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _said(nodes: Iterable[fx.Node]) -> bool | None:
+    """What the author of the code says: whether the backward half is to find a gathered weight kept."""
+    said = [node.meta["recompute"] for node in nodes if node.meta.get("recompute") is not None]
+    return True if any(policy in SAVES for policy in said) else False if any(policy in RECOMPUTES for policy in said) else None
+
+
+# -- behind a gradient
+
+
+def take_off_reductions(joint: JointGraph) -> dict[int, Stretch]:
+    """Let the graph return gradients of its own rank alone, and return how they are reduced, by their positions."""
+    output, count = joint.graph.output_node(), len(joint.outputs)
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    found: dict[int, Stretch] = {}
+    for position, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=False)):
+        if is_tensor(gradient) and results.count(gradient) == 1:
+            source = _reduced(gradient, primal)
+            if source is not None:
+                nodes = _between(source, gradient)
+                found[position] = Stretch.between(source, gradient, nodes)
+                results[count + position] = source
+    output.args = (tuple(results),)
+    return found
+
+
+def _reduced(gradient: fx.Node, primal: fx.Node) -> fx.Node | None:
+    """The value that a gradient's reduction begins with: the last with the shape and type of the weight, else the operand."""
+    tail = _tail(gradient)
+    reductions = {node for node in tail if is_reduction(node)}
+    sources = [node for node in reversed(gradient.graph.nodes) if _is_cut(node, gradient, tail, reductions)] if reductions else []
+    alike = [node for node in sources if _is_like(node, primal)]
+    return next(iter(alike or sources), None)
+
+
+def _tail(gradient: fx.Node) -> set[fx.Node]:
+    """What is made for a gradient alone, by operators that put shards together, collectives, and others of one operand."""
+    found: set[fx.Node] = set()
+    todo = [gradient]
+    while todo:
+        node = todo.pop()
+        is_own = all(user in found for user in node.users) or node is gradient
+        if node.op == "call_function" and is_own and gives_the_same_twice(node) and _may_follow(node):
+            found.add(node)
+            todo += [source for source in node.all_input_nodes if source not in found]
+    return found
+
+
+def _may_follow(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
+
+
+def _is_cut(node: fx.Node, gradient: fx.Node, tail: set[fx.Node], reductions: set[fx.Node]) -> bool:
+    """Whether a gradient is made of this value alone, all reductions behind it."""
+    if not is_tensor(node) or node is gradient:
+        return False
+    nodes = _between(node, gradient)
+    return reductions <= nodes <= tail and all(
+        source in nodes or source is node for other in nodes for source in other.all_input_nodes
+    )
+
+
+def _between(source: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """What is made of `source` on the way to `end`."""
+    behind, todo = set[fx.Node](), [source]
+    while todo:
+        new = [user for user in todo.pop().users if user.op == "call_function" and user not in behind]
+        behind.update(new)
+        todo += new
+    return behind & _ancestors(end, behind)
+
+
+def _is_like(node: fx.Node, primal: fx.Node) -> bool:
+    own, other = node.meta["val"], primal.meta["val"]
+    return own.shape == other.shape and own.dtype == other.dtype

@@ -1,0 +1,194 @@
+"""Where do collectives on weights run? What was taken off the joint graph (`canonicalization/unshard.py`) is put around the loops.
+
+    stage_1(t(weight))     ->    gathered = all_gather(weight)            in front of the first loop of stage 0
+                                 stage_0(...)
+                                 stage_1(t(wait(gathered)))
+
+A weight is gathered one stage ahead of the loops that use it, and again where loops of another stage lie between two uses: so the
+whole weights of two stages are alive. A gradient's reduction begins behind the loop that makes the gradient, and is waited for
+behind the loops of the next stage: so the gradients of two stages are alive. All of this follows from the order of loops and
+values alone, which is the same on all ranks: never from lengths, sizes of chunks or a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.collectives import Gather
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import sizes_first
+from streamfx.ir.stretch import Stretch
+from streamfx.options import Options
+from streamfx.passes.codegen.outer import RUN
+from streamfx.passes.operators.collectives import PUTS_TOGETHER, is_wait
+from streamfx.passes.operators.traits import is_moved_elements
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PutBack:
+    name: ClassVar[str] = "put back"
+    options: Options
+
+    def apply(self, facts: Facts) -> Facts:
+        found, program = facts.collectives, facts.program
+        if found is None or program is None:
+            return facts
+        given = zip(facts.joint.primals, program.forward.graph.find_nodes(op="placeholder"), strict=True)
+        weights = {node: found.gathers[primal] for primal, node in given if primal in found.gathers}
+        forward, kept = _Half(program.forward), set[fx.Node]()
+        if program.backward is not None:
+            backward = _Half(program.backward)
+            saved = _handed_over(program.forward, program.backward, len(facts.joint.outputs))
+            again = {taken: weights[node] for taken, node in saved.items() if node in weights}
+            kept = {node for node in again if self.keeps(again[node], backward.first_run(node))}
+            for node, gather in again.items():
+                if node not in kept:
+                    backward.gather(node, gather)
+            for position, stretch in found.reductions.items():
+                backward.reduce(position, stretch)
+            backward.finish()
+        lasting = {saved[node] for node in kept}
+        for node, gather in weights.items():
+            forward.gather(node, gather, lasts=node in lasting)
+        forward.finish()
+        return facts
+
+    def keeps(self, gather: Gather, first_run: int) -> bool:
+        """Whether the backward half finds a whole weight kept: as asked for, else as the code says, else those that it begins with:
+        nothing else would be gathered in between.
+        """
+        asked = self.options.reshard
+        if asked != "auto":
+            return not asked
+        return first_run == 0 if gather.keeps is None else gather.keeps
+
+
+def _handed_over(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, fx.Node]:
+    """For each input of the backward half what the forward half has saved for it."""
+    values: Any = forward.graph.output_node().args[0]
+    return dict(zip(backward.graph.find_nodes(op="placeholder"), sizes_first(values[num_outputs:]), strict=False))
+
+
+Use = tuple[fx.Node, fx.Node]  # who uses a weight, and the weight or a view of it
+
+
+class _Half:
+    """An outer graph, with the number of the region that each of its nodes belongs to."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
+        self.position = {node: i for i, node in enumerate(self.graph.nodes)}
+        self.run: dict[fx.Node, int] = {}
+        self.first: dict[int, fx.Node] = {}
+        at = 0
+        for node in self.graph.nodes:
+            at = self.run[node] = max(at, node.meta.get(RUN, 0))
+            if _computes(node):
+                self.first.setdefault(at, node)
+
+    def finish(self) -> None:
+        self.graph.lint()
+        self.module.recompile()
+
+    # -- weights
+
+    def first_run(self, weight: fx.Node) -> int:
+        """The first region that uses a weight."""
+        return min((self.run[user] for user, _ in self._uses(weight)), default=0)
+
+    def gather(self, shard: fx.Node, gather: Gather, lasts: bool = False) -> None:
+        """Gather a weight for those who use it; where it `lasts`, the whole is handed to the backward half."""
+        uses, views = self._uses(shard), _views_of(shard)
+        groups = [[*uses, (self.output, shard)]] if lasts else self._without_gaps(uses)
+        for group in groups:
+            first = group[0][0]
+            made = {shard: self._gathered(shard, gather.stretch, first)}
+            for user, value in group:
+                user.replace_input_with(value, _view(value, made, first))
+        for view in reversed(views):
+            self.graph.erase_node(view)
+        shard.meta = {**shard.meta, "val": gather.shard}
+
+    def _uses(self, weight: fx.Node) -> list[Use]:
+        """Who uses a weight or views of it, in order; not who saves the shard."""
+        views = _views_of(weight)
+        uses = [(user, value) for value in (weight, *views) for user in value.users if user not in views]
+        return sorted((use for use in uses if use != (self.output, weight)), key=lambda use: self.position[use[0]])
+
+    def _without_gaps(self, uses: Sequence[Use]) -> list[list[Use]]:
+        """The uses in groups: no region of loops lies between those of one group."""
+        groups: list[list[Use]] = []
+        for use in uses:
+            if groups and self.run[use[0]] <= self.run[groups[-1][-1][0]] + 1:
+                groups[-1].append(use)
+            else:
+                groups.append([use])
+        return groups
+
+    def _gathered(self, shard: fx.Node, stretch: Stretch, first: fx.Node) -> fx.Node:
+        """The whole weight in front of its first user; its gather begins one region ahead."""
+        ahead = self.first.get(max(self.run[first] - 1, 0), first)
+        begins = min(ahead, first, key=self.position.__getitem__)
+        return stretch.written(shard, _placed(stretch, begins, first))
+
+    # -- gradients
+
+    def reduce(self, position: int, stretch: Stretch) -> None:
+        """Let a gradient's reduction begin once the gradient is there, and be waited for behind the next region."""
+        results: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
+        gradient = results[position]
+        begins = next(node for node in _behind(gradient) if node is self.output or _computes(node))
+        ends = self.first.get(self.run[gradient] + 2, self.output)
+        results[position] = stretch.written(gradient, _placed(stretch, begins, ends))
+        self.output.args = (tuple(results),)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is one that others are placed around: a loop, or an operator that runs whole."""
+    return RUN in node.meta and not _is_light(node)
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether a value is made anew for each group of its users: a view, a part or a cast."""
+    return is_moved_elements(node) or node.target in PUTS_TOGETHER or node.target is aten._to_copy.default
+
+
+def _views_of(weight: fx.Node) -> list[fx.Node]:
+    """What is made of a weight alone, and is light, in order."""
+    found: dict[fx.Node, None] = {}
+    for node in _behind(weight):
+        sources = node.all_input_nodes
+        if node.op == "call_function" and sources and _is_light(node) and all(source is weight or source in found for source in sources):
+            found[node] = None
+    return list(found)
+
+
+def _view(value: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+    """A view of a weight, made of the weight that `made` holds."""
+    if value not in made:
+        sources = {source: _view(source, made, before) for source in value.all_input_nodes}
+        with before.graph.inserting_before(before):
+            made[value] = before.graph.node_copy(value, sources.__getitem__)
+    return made[value]
+
+
+def _placed(stretch: Stretch, begins: fx.Node, ends: fx.Node) -> Callable[[fx.Node], fx.Node]:
+    """Where operators of a stretch stand: what waits for nothing where it begins, all else where it ends."""
+    waits: set[fx.Node] = set()
+    for node in stretch.nodes:
+        if is_wait(node) or not waits.isdisjoint(node.all_input_nodes):
+            waits.add(node)
+    return lambda node: ends if node in waits else begins
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph that stand behind one."""
+    while (node := node.next).op != "root":
+        yield node

@@ -1,0 +1,75 @@
+"""Operators that all ranks of a group run together: which they are, and what may stand around them.
+
+By name: a torch without distributed packages does not have them.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from streamfx.passes.operators.traits import is_random
+from streamfx.torch_private import OpOverload
+
+aten = torch.ops.aten
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+GATHERS = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced")
+REDUCTIONS = (
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::all_reduce_coalesced",
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::reduce_scatter_tensor_coalesced",
+)
+WAIT = "_c10d_functional::wait_tensor"
+LINEAR_REDUCTIONS = ("sum", "avg")
+PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
+    {
+        operator.getitem,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+
+
+def is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace in NAMESPACES
+
+
+def has_collectives(graph: fx.Graph) -> bool:
+    """Whether ranks have to run a graph together."""
+    return any(map(is_collective, graph.nodes))
+
+
+def is_gather(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.name() in GATHERS
+
+
+def is_reduction(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.name() in REDUCTIONS
+
+
+def is_wait(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.name() == WAIT
+
+
+def gives_the_same_twice(node: fx.Node) -> bool:
+    """Whether an operator depends on its operands alone and changes nothing, so that it may run elsewhere, and again."""
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not is_random(node)
+
+
+def is_linear_reduction(node: fx.Node) -> bool:
+    """Whether a sum of what is reduced gives the sum of what it is reduced to."""
+    return is_reduction(node) and node.args[1] in LINEAR_REDUCTIONS

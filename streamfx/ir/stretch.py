@@ -1,0 +1,63 @@
+"""Operators that make one value of another, as a graph of their own: taken out of a graph here, and written into another there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A graph with one input and one result."""
+
+    graph: fx.Graph
+
+    @staticmethod
+    def between(source: fx.Node, end: fx.Node, nodes: Collection[fx.Node]) -> Stretch:
+        """A copy of `nodes`, which make `end` of `source` and of nothing else."""
+        graph = fx.Graph()
+        copies = {source: graph.placeholder(source.name)}
+        copies[source].meta = {"val": source.meta["val"]}
+        for node in source.graph.nodes:
+            if node in nodes:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(copies[end])
+        return Stretch(graph)
+
+    @property
+    def source(self) -> fx.Node:
+        return next(iter(self.graph.nodes))
+
+    @property
+    def end(self) -> fx.Node:
+        return self.graph.output_node().all_input_nodes[0]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in order."""
+        return list(self.graph.nodes)[1:-1]
+
+    def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Write the operators into the graph of `source`, each in front of the node that `before` names for it; the result."""
+        copies = {self.source: source}
+        for node in self.nodes:
+            with source.graph.inserting_before(before(node)):
+                copies[node] = source.graph.node_copy(node, copies.__getitem__)
+        return copies[self.end]
+
+
+def equal(one: Stretch, other: Stretch) -> bool:
+    """Whether two stretches are the same operators with the same arguments."""
+
+    def text(stretch: Stretch) -> list[Any]:
+        names = {node: i for i, node in enumerate(stretch.graph.nodes)}
+        return [(node.op != "placeholder" and node.target, _named(node.args, names), _named(node.kwargs, names)) for node in names]
+
+    return text(one) == text(other)
+
+
+def _named(arguments: Any, names: dict[fx.Node, int]) -> Any:
+    return fx.node.map_arg(arguments, lambda node: f"%{names[node]}")
