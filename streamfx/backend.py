@@ -15,7 +15,7 @@ from streamfx.capture import captured
 from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
-from streamfx.errors import NotStreamed, OverBudget, told
+from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
@@ -28,6 +28,7 @@ from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.codegen.deliveries import in_stretches, inputs_saved, plan_chain
+from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
@@ -45,6 +46,7 @@ from streamfx.torch_private import (
     default_partition,
     given_positions,
     is_held_by_model,
+    is_sharded,
     keep_saved_tensors,
     mutated_inputs,
     static_inputs,
@@ -131,7 +133,7 @@ class Compilation:
             partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
-        deferral = self.deferred = self.deferral()
+        deferral = self.deferred = self.deferral(inputs)
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
@@ -141,10 +143,10 @@ class Compilation:
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 
-    def deferral(self) -> Deferral | None:
+    def deferral(self, inputs: Sequence[Any]) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
-        if self.options.outputs == "dense":
-            return None
+        if self.options.outputs == "dense" or has_collectives(self.module.graph) or any(map(is_sharded, inputs)):
+            return None  # who touches an output would wait for ranks that do not
         try:
             deferral = defer_outputs(self.module)
         except Exception as error:
@@ -206,7 +208,8 @@ class Compilation:
         static = static_lifetime_input_indices or ()
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
-        if self.options.memory_budget is not None and self.options.chunk_size == "auto":
+        may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
+        if self.options.memory_budget is not None and self.options.chunk_size == "auto" and may_run_whole:
             halves = plain()
             if self.fits_as_it_stands(capture(), *halves):
                 return halves
@@ -271,6 +274,8 @@ class Compilation:
         except Exception as error:
             if self.options.strict:
                 raise
+            if has_collectives(capture().joint.graph):
+                raise _ranks_differ(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         self.found(facts)
@@ -339,6 +344,14 @@ class Uses:
         row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
         most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
         return 1 << (most.bit_length() - 1)
+
+
+def _ranks_differ(error: Exception) -> RanksDiffer:
+    return RanksDiffer(
+        "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
+        found=told(error),
+        do="please report this; until it is mended, compile with backend='aot_eager' on all ranks",
+    )
 
 
 def _is_cut(facts: Facts, cut: Cut) -> bool:

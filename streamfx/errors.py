@@ -63,6 +63,14 @@ class TurnedOutput(StreamFXError, RuntimeError):
     """
 
 
+class RanksDiffer(StreamFXError, RuntimeError):
+    """A graph with collectives could not be analysed on this rank.
+
+    Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
+    one for ever, or be handed other values than they asked for.
+    """
+
+
 class NotTraced(StreamFXError, RuntimeError):
     """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
 

@@ -50,15 +50,19 @@ class Plan:
         return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
 
     def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
-        """What each stage keeps; where it is left open and there is no budget, results of attention while they are small."""
+        """What each stage keeps; where it is left open and there is no budget, results of attention while they are small.
+
+        Not where ranks run collectives: their sequences may differ in length, and what they gather must not.
+        """
 
         def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
             return tuple(kept_values(stage, facts, level) for stage in facts.stages)
 
         if self.options.save != "auto":
             return at(self.options.save)
-        results = at("attention")
-        return results if self.options.memory_budget is None and are_small(results, facts) else at("inputs")
+        results, is_alone = at("attention"), facts.collectives is None
+        keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
+        return results if keeps else at("inputs")
 
     def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Rows at the cuts that wait on the host, those of them that are kept."""

@@ -73,11 +73,8 @@ class Scope:
 
 def program_lines(program: Program, known: Known) -> Iterator[str]:
     """All of a program."""
-    halves = {"forward": program.forward, "backward": program.backward}
-    for name, half in halves.items():
-        if half is not None:
-            yield from _outer_lines(name, half, known)
-    for half in halves.values():
+    yield from outer_lines(program, known)
+    for half in (program.forward, program.backward):
         for node in half.graph.find_nodes(op="call_module") if half is not None else ():
             spec = getattr(half.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
             if isinstance(spec, LoopSpec):
@@ -86,6 +83,13 @@ def program_lines(program: Program, known: Known) -> Iterator[str]:
 
 
 # -- outer graphs
+
+
+def outer_lines(program: Program, known: Known) -> Iterator[str]:
+    """Both halves of a program, without the bodies of loops."""
+    for name, half in {"forward": program.forward, "backward": program.backward}.items():
+        if half is not None:
+            yield from _outer_lines(name, half, known)
 
 
 def _outer_lines(name: str, module: fx.GraphModule, known: Known) -> Iterator[str]:

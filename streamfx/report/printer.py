@@ -14,6 +14,7 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
+from streamfx.report.collectives import put_back, taken_off
 from streamfx.report.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.runtime.mask_programs import MaskProgram
 from streamfx.runtime.recurrences import Recurrence
@@ -251,6 +252,7 @@ def _bodies(facts: Facts) -> Lines:
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
+    "unshard": taken_off,
     "canonicalize": _graph,
     "recurrences": _recurrences,
     "axes": _axes,
@@ -260,6 +262,7 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss gradient": _loss_gradient,
     "plan": _plan,
     "rewrite": _program,
+    "put back": put_back,
     "fit": _fit,
     "visibility": _masks,
     "lower": _bodies,

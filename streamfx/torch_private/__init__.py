@@ -58,6 +58,7 @@ __all__ = [
     "has_compiler",
     "is_composite",
     "is_held_by_model",
+    "is_sharded",
     "is_token",
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
@@ -67,7 +68,6 @@ __all__ = [
     "no_dispatch",
     "no_modes",
     "no_saved_tensor_hooks",
-    "number_of_tokens",
     "placeholder_source",
     "reentrant_dispatch",
     "static_inputs",
@@ -147,11 +147,6 @@ def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
     return [getattr(node.meta.get("desc"), "idx", None) for node in inputs]
 
 
-def number_of_tokens(graph: fx.Graph) -> int:
-    """How many inputs of a graph stand for the order of effects."""
-    return sum(map(is_token, graph.find_nodes(op="placeholder")))
-
-
 def placeholder_source(node: fx.Node) -> str:
     """Where Dynamo found an input, as `L['self']._modules['0']._parameters['weight']`; empty if it is unknown (2.11, 2.13)."""
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
@@ -163,6 +158,11 @@ def is_held_by_model(node: fx.Node) -> bool:
     """Whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
     source = placeholder_source(node)
     return source.startswith(("G[", "L['self'].")) or "._buffers[" in source or "._modules[" in source
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor is a shard, or a copy, of one that ranks hold together (2.11, 2.13)."""
+    return hasattr(value, "device_mesh") and is_traceable_wrapper_subclass(value)
 
 
 def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

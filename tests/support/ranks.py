@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+import torch.multiprocessing as mp
 
 LIMIT = 60.0  # seconds
 
@@ -24,7 +24,7 @@ class RankFailed(Exception):
 def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, limit: float = LIMIT) -> list[Any]:
     """`function(rank, *arguments)` of each rank, all at once; the process group is there when it is called."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = start_processes(
+        processes = mp.start_processes(
             _run, (world, folder, limit, function, arguments), nprocs=world, join=False, start_method="spawn"
         )
         end = time.monotonic() + limit
@@ -32,7 +32,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, limi
             while not processes.join(timeout=0.2):
                 if time.monotonic() > end:
                     raise RankFailed(f"not all of {world} ranks have ended after {limit} seconds")
-        except ProcessRaisedException as error:
+        except mp.ProcessRaisedException as error:
             raise RankFailed(str(error)) from None
         finally:
             for process in processes.processes:
@@ -42,7 +42,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, limi
 
 def _run(rank: int, world: int, folder: str, limit: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]  # no port, which another process might take
+    store = dist.FileStore(f"{folder}/store", world)  # no port, which another process might take
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")

@@ -1,0 +1,45 @@
+"""Collectives on weights as text: what was taken off the graph, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.stretch import Stretch
+from streamfx.report.listing import Known, call_text, outer_lines, shape_text
+
+
+def taken_off(facts: Facts) -> Iterator[str]:
+    """How each weight is made of its shard, and each rank's part of a gradient of the gradient."""
+    found = facts.collectives
+    if found is None:
+        yield "no collectives"
+        return
+    for weight, gather in found.gathers.items():
+        yield f"weight {weight.name} {_shape(weight)} = {_chain(gather.stretch)}"
+    for position, stretch in found.reductions.items():
+        yield f"gradient of {facts.joint.primals[position].name} = {_chain(stretch)}"
+
+
+def put_back(facts: Facts) -> Iterator[str]:
+    """Both halves, with collectives between loops."""
+    if facts.collectives is None or facts.program is None:
+        yield "no collective was taken off"
+        return
+    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
+    yield from outer_lines(facts.program, Known({}, {id(node.meta["val"]): node.name for node in values}))
+
+
+def _chain(stretch: Stretch) -> str:
+    """The operators, each in brackets around the one before."""
+    text = {stretch.source: f"{stretch.source.name} {_shape(stretch.source)}"}
+    for node in stretch.nodes:
+        text[node] = call_text(node, text.__getitem__)
+    return text[stretch.end]
+
+
+def _shape(node: fx.Node) -> str:
+    return shape_text(node.meta["val"])
