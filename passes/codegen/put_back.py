@@ -87,6 +87,7 @@ class _Half:
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
         self.first: dict[int, fx.Node] = {}
+        self.waits: dict[fx.Node, fx.Node] = {}  # the first that was put in front of a node
         at = 0
         for node in self.graph.nodes:
             at = self.run[node] = max(at, node.meta.get(RUN, 0))
@@ -109,7 +110,9 @@ class _Half:
         groups = [[*uses, (self.output, shard)]] if lasts else self._without_gaps(uses)
         for group in groups:
             first = group[0][0]
-            made = {shard: self._gathered(shard, gather.stretch, first)}
+            ahead = self.first.get(max(self.run[first] - 1, 0), first)
+            begins = min(ahead, first, key=self.position.__getitem__)
+            made = {shard: self._written(gather.stretch, shard, begins, first)}
             for user, value in group:
                 user.replace_input_with(value, _view(value, made, first))
         for view in reversed(views):
@@ -132,12 +135,6 @@ class _Half:
                 groups.append([use])
         return groups
 
-    def _gathered(self, shard: fx.Node, stretch: Stretch, first: fx.Node) -> fx.Node:
-        """The whole weight in front of its first user; its gather begins one region ahead."""
-        ahead = self.first.get(max(self.run[first] - 1, 0), first)
-        begins = min(ahead, first, key=self.position.__getitem__)
-        return stretch.written(shard, _placed(stretch, begins, first))
-
     # -- gradients
 
     def reduce(self, position: int, stretch: Stretch) -> None:
@@ -146,8 +143,16 @@ class _Half:
         gradient = results[position]
         begins = next(node for node in _behind(gradient) if node is self.output or _computes(node))
         ends = self.first.get(self.run[gradient] + 2, self.output)
-        results[position] = stretch.written(gradient, _placed(stretch, begins, ends))
+        results[position] = self._written(stretch, gradient, begins, ends)
         self.output.args = (tuple(results),)
+
+    def _written(self, stretch: Stretch, source: fx.Node, begins: fx.Node, ends: fx.Node) -> fx.Node:
+        """Write what waits for nothing in front of `begins`, and of all waits there, and the rest in front of `ends`."""
+        late = _waiting(stretch)
+        made = stretch.written(source, lambda node: ends if node in late else self.waits.get(begins, begins))
+        for node in late:
+            self.waits.setdefault(ends, made[node])
+        return made[stretch.end]
 
 
 def _computes(node: fx.Node) -> bool:
@@ -179,13 +184,13 @@ def _view(value: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.N
     return made[value]
 
 
-def _placed(stretch: Stretch, begins: fx.Node, ends: fx.Node) -> Callable[[fx.Node], fx.Node]:
-    """Where operators of a stretch stand: what waits for nothing where it begins, all else where it ends."""
-    waits: set[fx.Node] = set()
+def _waiting(stretch: Stretch) -> dict[fx.Node, None]:
+    """The waits of a stretch and what comes after them, in order."""
+    found: dict[fx.Node, None] = {}
     for node in stretch.nodes:
-        if is_wait(node) or not waits.isdisjoint(node.all_input_nodes):
-            waits.add(node)
-    return lambda node: ends if node in waits else begins
+        if is_wait(node) or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return found
 
 
 def _behind(node: fx.Node) -> Iterator[fx.Node]:

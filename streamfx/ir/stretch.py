@@ -40,13 +40,13 @@ class Stretch:
         """The operators, in order."""
         return list(self.graph.nodes)[1:-1]
 
-    def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Write the operators into the graph of `source`, each in front of the node that `before` names for it; the result."""
+    def written(self, source: fx.Node, before: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Write the operators into the graph of `source`, each in front of the node that `before` names for it; the copies."""
         copies = {self.source: source}
         for node in self.nodes:
             with source.graph.inserting_before(before(node)):
                 copies[node] = source.graph.node_copy(node, copies.__getitem__)
-        return copies[self.end]
+        return copies
 
 
 def equal(one: Stretch, other: Stretch) -> bool:

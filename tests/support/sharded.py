@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> nn.Module:
@@ -37,3 +39,37 @@ def whole(parameter: DTensor) -> Tensor:
     """All of a parameter, on each rank; its gradient is the mean over the ranks."""
     dims = parameter.device_mesh.ndim
     return parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
+
+
+class Layer(nn.Module):
+    """Attention with heads of four numbers, and a small network."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    """A decoder whose vocabulary no even number of ranks divides; where it is told so, layers are checkpointed."""
+
+    def __init__(self, layers: int = 3, width: int = 8, vocabulary: int = 17, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.is_checkpointed = False
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

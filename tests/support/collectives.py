@@ -1,0 +1,104 @@
+"""What a step of a sharded model runs on the wire, as the profiler sees it, and how far its gradients are from one process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+GATHER, SCATTER, REDUCE = (
+    f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+)
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Calls and bytes handed over, by collective, of one half; `early` is the share of reductions before the last product."""
+
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    early: float
+
+    @staticmethod
+    def of(half: Callable[[], Any]) -> Wire:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            half()
+        events = sorted((event for event in seen.events() or ()), key=lambda event: event.time_range.start)
+        last = max((i for i, event in enumerate(events) if event.name in PRODUCTS), default=-1)
+        calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
+        early = late = 0
+        for i, event in enumerate(events):
+            if event.name in calls:
+                calls[event.name] += 1
+                sizes[event.name] += 8 * prod(event.input_shapes[0])
+            if event.name in (SCATTER, REDUCE):
+                early, late = early + (i < last), late + (i > last)
+        return Wire(calls, sizes, early / max(early + late, 1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did: its loss, the largest error of a gradient, and both halves."""
+
+    loss_error: float
+    error: float
+    forward: Wire
+    backward: Wire
+
+
+def data_of(rank: int, length: int, vocabulary: int = 17) -> tuple[Tensor, Tensor]:
+    """Ids and labels, others on each rank."""
+    numbers = torch.arange(length + 1) * (3 + 2 * rank) + rank
+    ids = (numbers * numbers // 7 % vocabulary)[None]
+    return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+def of_any_length(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled function for all lengths at once."""
+
+    def marked(*parts: Tensor) -> Tensor:
+        for part in parts:
+            torch._dynamo.maybe_mark_dynamic(part, 1)
+        return run(*parts)
+
+    return marked
+
+
+def step(run: Callable[..., Tensor], model: nn.Module, truth: nn.Module, length: int, groups: int | None = None) -> Step:
+    """One step of a sharded model, against a copy that computes the mean over the data of all ranks, or of so many groups of them.
+
+    Groups have data and tangents of their own.
+    """
+    world = dist.get_world_size() if groups is None else groups
+    rank = dist.get_rank() * world // dist.get_world_size()
+    for own in (model, truth):
+        own.zero_grad()
+    losses = [truth(*data_of(other, length)) for other in range(world)]
+    torch.stack([(other + 1) * loss / world for other, loss in enumerate(losses)]).sum().backward()
+    made: list[Tensor] = []
+    forward = Wire.of(lambda: made.append(run(*data_of(rank, length))))
+    backward = Wire.of(lambda: (made[0] * (rank + 1)).backward())
+    loss_error = (made[0] - losses[rank]).abs().item()
+    return Step(loss_error, worst(model, truth), forward, backward)
+
+
+def worst(model: nn.Module, truth: nn.Module) -> float:
+    """The largest difference between a gradient and the true one, relative to the largest number of all true ones."""
+    true = dict(truth.named_parameters())
+    pairs = [(whole_gradient(own), true[name].grad) for name, own in model.named_parameters()]
+    assert all(own is not None and other is not None for own, other in pairs)
+    scale = max(other.abs().max().item() for _, other in pairs)  # type: ignore[union-attr]
+    return max((own - other).abs().max().item() for own, other in pairs) / scale  # type: ignore[operator,union-attr]
+
+
+def whole_gradient(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,101 @@
+"""Where collectives on weights run, without other processes: a process group that only says what the shapes would be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
+
+from streamfx.ir.facts import Facts
+from streamfx.report.printer import text_of
+from tests.support.collectives import data_of
+from tests.support.sharded import Decoder, sharded
+
+Golden = Callable[[str], None]
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """A mesh of so many ranks, of which this process is the first or the one that is asked for."""
+    world, rank = getattr(request, "param", (2, 0))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    yield init_device_mesh("cpu", (world,))
+    dist.destroy_process_group()
+
+
+class Two(nn.Module):
+    """Two layers of attention, each with one weight, and a head: every collective of theirs shows in the text."""
+
+    def __init__(self, layers: int = 2, width: int = 4, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        for layer in self.layers:
+            x = x + F.scaled_dot_product_attention(layer(x), x, x, is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 2), labels.flatten())
+
+
+def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, str]:
+    """What each pass finds in a step of a model."""
+    found: dict[str, str] = {}
+
+    def noted(step: Any, facts: Facts) -> None:
+        found[step.name] = text_of(facts, step.name)
+
+    given = {"chunk_size": 4, "loss_chunk_size": 4, "strict": True, "check_passes": True, **options}
+    torch._dynamo.reset()
+    with mock.patch("streamfx.backend.show_product", noted):
+        torch.compile(model, backend="streambp", options=given)(*data_of(0, length, 11)).backward()
+    return found
+
+
+def halves(texts: dict[str, str]) -> tuple[list[str], list[str]]:
+    """What each half runs, in order: loops by name, and collectives with what they are for."""
+    forward, backward = texts["put back"].split("\nbackward(")
+    pattern = re.compile(r"= (?:_c10d_functional\.)?((?:layers_\d+|head)_\w+|all_gather\w+|reduce_scatter\w+|wait\w+)\(")
+    return pattern.findall(forward), pattern.findall(backward)
+
+
+def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
+    texts = texts_of(sharded(Two(), ranks))
+    golden(texts["unshard"] + "\n" + texts["put back"])
+
+
+@pytest.mark.parametrize("length", [3, 9, 61])
+def test_what_runs_does_not_depend_on_lengths(ranks: DeviceMesh, length: int) -> None:
+    assert halves(texts_of(sharded(Two(), ranks), length)) == halves(texts_of(sharded(Two(), ranks), 12, chunk_size=12))
+
+
+@pytest.mark.parametrize("ranks", [(256, 0), (256, 255), (3, 1)], indirect=True)
+def test_what_runs_is_the_same_on_all_ranks(ranks: DeviceMesh) -> None:
+    """The last of many ranks holds no rows of some weights, and pads them."""
+    forward, backward = halves(texts_of(sharded(Two(), ranks)))
+    assert forward.count(GATHER) == backward.count(SCATTER) == 4
+
+
+def test_reshard(ranks: DeviceMesh) -> None:
+    model = sharded(Two(), ranks)
+    auto, always, never = (halves(texts_of(model, reshard=value)) for value in ("auto", True, False))
+    assert [backward.count(GATHER) for _, backward in (auto, always, never)] == [2, 3, 0]
+    assert [forward.count(GATHER) for forward, _ in (auto, always, never)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_auto_is_what_the_code_says(ranks: DeviceMesh, saves: bool) -> None:
+    policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
+    model = sharded(Two(), ranks, policy=policy)
+    assert halves(texts_of(model)) == halves(texts_of(model, reshard=not saves))

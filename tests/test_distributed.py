@@ -1,0 +1,111 @@
+"""Sharded models on two ranks: exact, streaming, with at most the collectives of eager with checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, of_any_length, step
+from tests.support.ranks import on_ranks
+from tests.support.sharded import Decoder, sharded
+
+CHUNK, LAYERS = 8, 2
+COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    given = {"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True, **options}
+    return torch.compile(model, backend="streambp", options=given)  # type: ignore[return-value]
+
+
+def twins(**arguments: Any) -> tuple[Decoder, Decoder]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    truth = Decoder(**arguments)
+    return copy.deepcopy(truth), truth
+
+
+def in_eager(model: nn.Module, truth: nn.Module, groups: int | None = None) -> Step:
+    """A step with checkpointed layers."""
+    for own in (model, truth):
+        own.is_checkpointed = True  # type: ignore[assignment]
+    return step(model, model, truth, 4 * CHUNK, groups)
+
+
+def simple_fsdp() -> dict[str, Step]:
+    """Steps of 1, 4 and 16 chunks by one compiled function, and of eager with checkpointing."""
+    model, truth = twins(layers=LAYERS)
+    sharded(model, init_device_mesh("cpu", (2,)))
+    run = of_any_length(compiled(model, strict=True))
+    step(run, model, truth, 4 * CHUNK - 3)  # compiles
+    found = {f"{chunks} chunks": step(run, model, truth, chunks * CHUNK - 3) for chunks in (1, 4, 16)}
+    return {**found, "eager": in_eager(model, truth)}
+
+
+def tensor_parallel() -> dict[str, Step]:
+    """Layers cut by heads and by columns: their collectives are on activations."""
+    torch._dynamo.reset()  # which has seen that lengths differ
+    model, truth = twins(layers=1)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        plan = {**{name: ColwiseParallel() for name in COLUMNS}, **{name: RowwiseParallel() for name in ROWS}}
+        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+    run = compiled(model)
+    step(run, model, truth, 4 * CHUNK, groups=1)
+    return {"streamed": step(run, model, truth, 4 * CHUNK, groups=1), "eager": in_eager(model, truth, groups=1)}
+
+
+def measured(rank: int) -> dict[str, dict[str, Step]]:
+    return {"fsdp": simple_fsdp(), "tensor parallel": tensor_parallel()}
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, dict[str, Step]]:
+    """What rank 0 has measured."""
+    return on_ranks(measured)[0]
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_gradients_are_those_of_one_process(steps: dict[str, dict[str, Step]], chunks: int) -> None:
+    """Ranks have data and tangents of their own."""
+    own = steps["fsdp"][f"{chunks} chunks"]
+    assert own.loss_error < 1e-12 and own.error < 1e-12
+
+
+def test_collectives_do_not_depend_on_the_number_of_chunks(steps: dict[str, dict[str, Step]]) -> None:
+    one, four, sixteen = (steps["fsdp"][f"{chunks} chunks"] for chunks in (1, 4, 16))
+    assert (one.forward, one.backward) == (four.forward, four.backward) == (sixteen.forward, sixteen.backward)
+
+
+def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: dict[str, dict[str, Step]]) -> None:
+    own, eager = steps["fsdp"]["4 chunks"], steps["fsdp"]["eager"]
+    parameters = len(list(Decoder(LAYERS).parameters()))
+    assert own.forward.calls == eager.forward.calls == {GATHER: parameters, SCATTER: 0, REDUCE: 0}
+    assert own.backward.calls[SCATTER] == eager.backward.calls[SCATTER] == parameters
+    for kind in (GATHER, SCATTER):
+        assert own.backward.calls[kind] <= eager.backward.calls[kind]
+        assert own.forward.bytes[kind] == eager.forward.bytes[kind]
+        assert own.backward.bytes[kind] <= eager.backward.bytes[kind]
+
+
+def test_reductions_begin_while_others_compute(steps: dict[str, dict[str, Step]]) -> None:
+    """All but those of the stage that comes last in the backward half: the first layer's and the embedding's."""
+    model = Decoder(LAYERS)
+    last = 1 + len(list(model.layers[0].parameters()))
+    count = len(list(model.parameters()))
+    assert steps["fsdp"]["4 chunks"].backward.early == (count - last) / count
+
+
+def test_tensor_parallel_layers_are_exact(steps: dict[str, dict[str, Step]]) -> None:
+    own, eager = steps["tensor parallel"]["streamed"], steps["tensor parallel"]["eager"]
+    assert own.loss_error < 1e-12 and own.error < 1e-12
+    for mine, other in ((own.forward, eager.forward), (own.backward, eager.backward)):
+        assert 0 < mine.calls[REDUCE] <= other.calls[REDUCE] and mine.bytes[REDUCE] <= other.bytes[REDUCE]
