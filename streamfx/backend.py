@@ -133,8 +133,10 @@ class Compilation:
             partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
-        deferral = self.deferred = self.deferral(inputs)
-        self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
+        is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+        deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
+        in_stages = is_alone and self.options.gradients != "at once"  # gradients of sharded weights are reduced in the graph
+        self.chain = Chain(self.options.gradients == "stagewise") if in_stages else None
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
             compiled = InStages(compiled, self.chain)
@@ -143,10 +145,10 @@ class Compilation:
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 
-    def deferral(self, inputs: Sequence[Any]) -> Deferral | None:
+    def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
-        if self.options.outputs == "dense" or has_collectives(self.module.graph) or any(map(is_sharded, inputs)):
-            return None  # who touches an output would wait for ranks that do not
+        if self.options.outputs == "dense":
+            return None
         try:
             deferral = defer_outputs(self.module)
         except Exception as error:

@@ -27,8 +27,8 @@ def captured(
     """A copy of a joint (or forward-only) graph as the facts that the pipeline starts from.
 
     `static_inputs` are the positions of parameters and buffers among the inputs that are no objects, which AOTAutograd does not
-    count (2.13); `known_masks` tells for some of the inputs, by position among all, which constant pattern of rows and keys they hold. `mutated_inputs` are those that the graph writes to; None
-    where that is not known.
+    count (2.13); `known_masks` tells for some of the inputs, by position among all, which constant pattern of rows and keys they
+    hold. `mutated_inputs` are those that the graph writes to; None where that is not known.
     """
     graph = graph_copy(module.graph)
     _inline_numbers(graph, module)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from streamfx.ir.facts import Facts
 from streamfx.report.printer import text_of
 from tests.support.collectives import data_of
-from tests.support.sharded import Decoder, sharded
+from tests.support.sharded import sharded
 
 Golden = Callable[[str], None]
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -66,7 +66,9 @@ def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, st
 def halves(texts: dict[str, str]) -> tuple[list[str], list[str]]:
     """What each half runs, in order: loops by name, and collectives with what they are for."""
     forward, backward = texts["put back"].split("\nbackward(")
-    pattern = re.compile(r"= (?:_c10d_functional\.)?((?:layers_\d+|head)_\w+|all_gather\w+|reduce_scatter\w+|wait\w+)\(")
+    pattern = re.compile(
+        r"= (?:_c10d_functional\.)?(\w+_(?:forward|backward|again)\w*|all_gather\w+|reduce_scatter\w+|wait\w+)\("
+    )
     return pattern.findall(forward), pattern.findall(backward)
 
 
@@ -85,6 +87,14 @@ def test_what_runs_is_the_same_on_all_ranks(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""
     forward, backward = halves(texts_of(sharded(Two(), ranks)))
     assert forward.count(GATHER) == backward.count(SCATTER) == 4
+
+
+def test_the_gradients_of_a_tied_weight_are_reduced_together(ranks: DeviceMesh) -> None:
+    """It is gathered where the embedding is, and where the head is: nobody holds the whole in between."""
+    model = Two()
+    model.head.weight = model.embed.weight
+    forward, backward = halves(texts_of(sharded(model, ranks)))
+    assert forward.count(GATHER) == 4 and backward.count(SCATTER) == 3
 
 
 def test_reshard(ranks: DeviceMesh) -> None:

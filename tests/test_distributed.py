@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, of_any_length, step
+from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, of_any_length, step, worst
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 
@@ -109,3 +109,54 @@ def test_tensor_parallel_layers_are_exact(steps: dict[str, dict[str, Step]]) -> 
     assert own.loss_error < 1e-12 and own.error < 1e-12
     for mine, other in ((own.forward, eager.forward), (own.backward, eager.backward)):
         assert 0 < mine.calls[REDUCE] <= other.calls[REDUCE] and mine.bytes[REDUCE] <= other.bytes[REDUCE]
+
+
+# -- more ranks, other meshes
+
+
+def uneven(rank: int) -> list[Step]:
+    """Three ranks, which divide none of the sizes; a weight that is used twice."""
+    found = []
+    for tied in (False, True):
+        torch._dynamo.reset()
+        model, truth = twins(layers=1, tied=tied)
+        sharded(model, init_device_mesh("cpu", (3,)))
+        found.append(step(compiled(model, strict=True), model, truth, 4 * CHUNK))
+    return found
+
+
+def copies_of_shards(rank: int) -> list[Step]:
+    """A mesh of two copies of two shards, with and without all whole weights kept."""
+    mesh, found = init_device_mesh("cpu", (2, 2)), []
+    for options in ({"reshard": True}, {"reshard": False}, {"keep_every": 2}):
+        torch._dynamo.reset()
+        model, truth = twins(layers=2)
+        sharded(model, mesh, [Replicate(), Shard(0)])
+        found.append(step(compiled(model, strict=True, **options), model, truth, 4 * CHUNK))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "world"), [(uneven, 3), (copies_of_shards, 4)], ids=["uneven", "copies_of_shards"])
+def test_other_meshes_are_exact(case: Callable[[int], list[Step]], world: int) -> None:
+    for own in on_ranks(case, world=world)[0]:
+        assert own.loss_error < 1e-12 and own.error < 1e-12
+
+
+def lengths_of_ranks(rank: int) -> list[float]:
+    """Each rank has another number of rows in each step, and compiles when it has to."""
+    model, truth = twins(layers=1)
+    sharded(model, init_device_mesh("cpu", (2,)))
+    run, found = compiled(model, strict=True), []
+    for lengths in ((16, 40), (24, 16), (40, 61)):
+        model.zero_grad()
+        truth.zero_grad()
+        torch.stack([truth(*data_of(other, length)) / 2 for other, length in enumerate(lengths)]).sum().backward()
+        run(*data_of(rank, lengths[rank])).backward()
+        found.append(worst(model, truth))
+    return found
+
+
+@pytest.mark.long
+def test_ranks_may_have_other_lengths() -> None:
+    assert max(on_ranks(lengths_of_ranks)[0]) < 1e-12

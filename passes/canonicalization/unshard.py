@@ -12,26 +12,30 @@ with a tangent it would be wrong, for each rank has a tangent of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from streamfx.ir.collectives import Collectives, Gather
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, drop_unused, is_assertion, is_tensor, joint_graph
-from streamfx.ir.stretch import Stretch
+from streamfx.ir.stretch import Stretch, equal
+from streamfx.ir.writer import GraphWriter
 from streamfx.passes.operators.collectives import (
     PUTS_TOGETHER,
     gives_the_same_twice,
     has_collectives,
     is_gather,
+    is_linear_reduction,
     is_reduction,
     is_wait,
 )
 
+aten = torch.ops.aten
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -65,7 +69,7 @@ def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
             if end is not None:
                 inside = _ancestors(end, nodes)
                 found[primal] = Gather(Stretch.between(primal, end, inside), _said([node for node in nodes if node in inside]))
-                end.replace_all_uses_with(primal, delete_user_cb=lambda user, inside=inside: user not in inside)
+                end.replace_all_uses_with(primal)
                 primal.meta = {**primal.meta, "val": end.meta["val"]}
     return found
 
@@ -142,6 +146,7 @@ def take_off_reductions(joint: JointGraph) -> dict[int, Stretch]:
     found: dict[int, Stretch] = {}
     for position, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=False)):
         if is_tensor(gradient) and results.count(gradient) == 1:
+            gradient = results[count + position] = _reduced_once(gradient, primal)
             source = _reduced(gradient, primal)
             if source is not None:
                 nodes = _between(source, gradient)
@@ -158,6 +163,35 @@ def _reduced(gradient: fx.Node, primal: fx.Node) -> fx.Node | None:
     sources = [node for node in reversed(gradient.graph.nodes) if _is_cut(node, gradient, tail, reductions)] if reductions else []
     alike = [node for node in sources if _is_like(node, primal)]
     return next(iter(alike or sources), None)
+
+
+def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
+    """The sum of what two uses of a weight have been reduced to, as the reduction of their sum.
+
+    add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
+    """
+    if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
+        return gradient
+    parts = [_reduced_once(part, primal) if set(part.users) == {gradient} else part for part in gradient.all_input_nodes]
+    sources = [_reduced(part, primal) for part in parts if set(part.users) == {gradient}]
+    if len(sources) != 2 or None in sources:
+        return gradient
+    one, other = (
+        Stretch.between(source, part, _between(source, part)) for source, part in zip(sources, parts, strict=True) if source
+    )
+    if not equal(one, other) or not all(map(_is_linear, one.nodes)):
+        return gradient
+    both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, *sources)
+    made = one.written(both, lambda node: gradient)[one.end]
+    gradient.replace_all_uses_with(made)
+    gradient.graph.erase_node(gradient)
+    return made
+
+
+def _is_linear(node: fx.Node) -> bool:
+    if node.target is aten.constant_pad_nd.default:
+        return not any(node.args[2:])
+    return is_linear_reduction(node) or is_wait(node) or node.target in PUTS_TOGETHER
 
 
 def _tail(gradient: fx.Node) -> set[fx.Node]:

@@ -1,4 +1,4 @@
-"""Where do collectives on weights run? What was taken off the joint graph (`canonicalization/unshard.py`) is put around the loops.
+"""Where do collectives on weights run? What was taken off the graph (`canonicalization/unshard.py`) is put around the loops.
 
     stage_1(t(weight))     ->    gathered = all_gather(weight)            in front of the first loop of stage 0
                                  stage_0(...)
@@ -12,7 +12,7 @@ values alone, which is the same on all ranks: never from lengths, sizes of chunk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -61,8 +61,8 @@ class PutBack:
         return facts
 
     def keeps(self, gather: Gather, first_run: int) -> bool:
-        """Whether the backward half finds a whole weight kept: as asked for, else as the code says, else those that it begins with:
-        nothing else would be gathered in between.
+        """Whether the backward half finds a whole weight kept: as asked for, else as the code says, else if it begins with it:
+        between the last use and the next no other would be gathered.
         """
         asked = self.options.reshard
         if asked != "auto":
@@ -170,7 +170,12 @@ def _views_of(weight: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in _behind(weight):
         sources = node.all_input_nodes
-        if node.op == "call_function" and sources and _is_light(node) and all(source is weight or source in found for source in sources):
+        if (
+            node.op == "call_function"
+            and sources
+            and _is_light(node)
+            and all(source is weight or source in found for source in sources)
+        ):
             found[node] = None
     return list(found)
 

@@ -1,4 +1,4 @@
-"""Operators that make one value of another, as a graph of their own: taken out of a graph here, and written into another there."""
+"""Operators that make one value of another, as a graph of their own: taken out of one graph, and written into another."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def equal(one: Stretch, other: Stretch) -> bool:
 
     def text(stretch: Stretch) -> list[Any]:
         names = {node: i for i, node in enumerate(stretch.graph.nodes)}
-        return [(node.op != "placeholder" and node.target, _named(node.args, names), _named(node.kwargs, names)) for node in names]
+        return [
+            (node.op != "placeholder" and node.target, _named(node.args, names), _named(node.kwargs, names)) for node in names
+        ]
 
     return text(one) == text(other)
 

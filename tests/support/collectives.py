@@ -73,7 +73,7 @@ def of_any_length(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def step(run: Callable[..., Tensor], model: nn.Module, truth: nn.Module, length: int, groups: int | None = None) -> Step:
-    """One step of a sharded model, against a copy that computes the mean over the data of all ranks, or of so many groups of them.
+    """One step of a sharded model, against a copy that computes the mean over the data of all ranks, or of groups of them.
 
     Groups have data and tangents of their own.
     """

@@ -221,7 +221,7 @@ class Recorded(Compilation):
     def facts_for(self, options: Options) -> Facts:
         assert self.joint is not None
         num_primals, num_outputs, static = self.joint_arguments
-        capture = partial(captured, self.joint, num_primals, num_outputs, static, self.patterns(num_primals))
+        capture = partial(captured, self.joint, num_primals, num_outputs, static, self.patterns(self.joint.graph, num_primals))
         return run_pipeline(capture, options)
 
     def facts_in_chunks(self, options: Options) -> Facts:

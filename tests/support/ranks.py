@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 LIMIT = 60.0  # seconds that a rank waits for others
 ALL = 240.0  # seconds, on a machine that does other things
@@ -25,15 +25,13 @@ class RankFailed(Exception):
 def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2) -> list[Any]:
     """`function(rank, *arguments)` of each rank, all at once; the process group is there when it is called."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = mp.start_processes(
-            _run, (world, folder, function, arguments), nprocs=world, join=False, start_method="spawn"
-        )
+        processes = start_processes(_run, (world, folder, function, arguments), nprocs=world, join=False, start_method="spawn")
         end = time.monotonic() + ALL
         try:
             while not processes.join(timeout=0.2):
                 if time.monotonic() > end:
                     raise RankFailed(f"not all of {world} ranks have ended after {ALL} seconds")
-        except mp.ProcessRaisedException as error:
+        except ProcessRaisedException as error:
             raise RankFailed(str(error)) from None
         finally:
             for process in processes.processes:
@@ -43,7 +41,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2) -> l
 
 def _run(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)  # no port, which another process might take
+    store = dist.distributed_c10d.FileStore(f"{folder}/store", world)  # no port, which another process might take
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT))
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")

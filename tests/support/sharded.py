@@ -9,14 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> nn.Module:
+def sharded(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    policy: CheckpointPolicy | None = None,
+) -> nn.Module:
     """The model, in place: each parameter is a shard of its rows, and whoever reads it gets the whole.
 
-    Gradients are means over the ranks. With other `placements` a dimension of the mesh holds copies.
+    Gradients are means over the ranks. With other `placements` a dimension of the mesh holds copies; a `policy` says whether
+    whole weights are saved or gathered again.
     """
+    read = whole if policy is None else _with_policy(policy)
     held = placements or [Shard(0)] * mesh.ndim
     known: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -26,13 +33,20 @@ def sharded(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] 
                 known[value] = nn.Parameter(distribute_tensor(value.data, mesh, held), value.requires_grad)
             module._parameters[name] = known[value]
         if own:
-            readers = {name: property(_reader(name)) for name in own}
+            readers = {name: property(_reader(name, read)) for name in own}
             module.__class__ = type(f"Sharded{type(module).__name__}", (type(module),), readers)
     return model
 
 
-def _reader(name: str) -> Callable[[Any], Tensor]:
-    return lambda module: whole(module._parameters[name])
+def _reader(name: str, read: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    return lambda module: read(module._parameters[name])
+
+
+def _with_policy(policy: CheckpointPolicy) -> Callable[[Any], Tensor]:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda context, operator, *args, **kwargs: policy)
+
+    return lambda parameter: checkpoint(whole, parameter, use_reentrant=False, context_fn=contexts)
 
 
 def whole(parameter: DTensor) -> Tensor:
