@@ -135,8 +135,7 @@ class Compilation:
         )
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
         deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
-        in_stages = is_alone and self.options.gradients != "at once"  # gradients of sharded weights are reduced in the graph
-        self.chain = Chain(self.options.gradients == "stagewise") if in_stages else None
+        self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.module if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
             compiled = InStages(compiled, self.chain)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
+import streamfx
 from streamfx.ir.facts import Facts
 from streamfx.report.printer import text_of
 from tests.support.collectives import data_of
@@ -109,3 +110,35 @@ def test_auto_is_what_the_code_says(ranks: DeviceMesh, saves: bool) -> None:
     policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
     model = sharded(Two(), ranks, policy=policy)
     assert halves(texts_of(model)) == halves(texts_of(model, reshard=not saves))
+
+
+def test_a_plan_within_a_budget(ranks: DeviceMesh) -> None:
+    """What a graph fits into may be seen otherwise by another rank: it is never left as it stands."""
+    texts = texts_of(sharded(Two(), ranks), chunk_size="auto", loss_chunk_size="auto", memory_budget="1MiB")
+    assert "1048576 bytes" in texts["fit"] and halves(texts) == halves(texts_of(sharded(Two(), ranks)))
+
+
+def test_a_failed_analysis_is_an_error_where_other_ranks_wait(ranks: DeviceMesh) -> None:
+    model = sharded(Two(), ranks)
+    with (
+        mock.patch("streamfx.passes.Stages.apply", side_effect=ZeroDivisionError("injected")),
+        pytest.raises(streamfx.RanksDiffer, match="injected"),
+    ):
+        torch.compile(model, backend="streambp")(*data_of(0, 12, 11))
+
+
+def test_outputs_are_plain(ranks: DeviceMesh) -> None:
+    """Whoever touches a deferred output would gather its weights, and wait for ranks that do not."""
+
+    class Logits(Two):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            x = self.head(self.embed(ids))
+            return F.cross_entropy(x.flatten(0, 1), labels.flatten()), x
+
+    _, logits = torch.compile(sharded(Logits(), ranks), backend="streambp")(*data_of(0, 12, 11))
+    assert type(logits) is Tensor
+
+
+def test_explain(ranks: DeviceMesh) -> None:
+    found = streamfx.explain(sharded(Two(), ranks), *data_of(0, 12, 11), options={"chunk_size": 4})
+    assert "every stage streams" in str(found)

@@ -41,8 +41,9 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2) -> l
 
 def _run(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = dist.distributed_c10d.FileStore(f"{folder}/store", world)  # no port, which another process might take
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT))
+    address = f"file://{folder}/store"  # no port, which another process might take
+    wait = timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=wait)
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")
     except Exception:
