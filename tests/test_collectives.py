@@ -78,16 +78,55 @@ def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
     golden(texts["unshard"] + "\n" + texts["put back"])
 
 
-@pytest.mark.parametrize("length", [3, 9, 61])
+@pytest.mark.parametrize("length", [61, *(pytest.param(length, marks=pytest.mark.long) for length in (3, 9))])
 def test_what_runs_does_not_depend_on_lengths(ranks: DeviceMesh, length: int) -> None:
     assert halves(texts_of(sharded(Two(), ranks), length)) == halves(texts_of(sharded(Two(), ranks), 12, chunk_size=12))
 
 
-@pytest.mark.parametrize("ranks", [(256, 0), (256, 255), (3, 1)], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", [(256, 255), *(pytest.param(ranks, marks=pytest.mark.long) for ranks in ((256, 0), (3, 1)))], indirect=True
+)
 def test_what_runs_is_the_same_on_all_ranks(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""
     forward, backward = halves(texts_of(sharded(Two(), ranks)))
     assert forward.count(GATHER) == backward.count(SCATTER) == 4
+
+
+def test_no_more_than_two_stages_are_in_flight(ranks: DeviceMesh) -> None:
+    """A gather begins one stage ahead; a reduction is waited for behind the next stage, while others compute."""
+    forward, backward = (between_loops(half) for half in halves(texts_of(sharded(Two(4), ranks))))
+    first, last = "gather gather gather wait wait", "wait"  # the embedding, two layers; the head
+    assert forward == [first, "gather wait", "gather wait", "gather wait", last, ""]
+    assert backward == [
+        "gather scatter",  # of layer 3; of the head
+        "gather scatter wait",  # of layer 2; of layer 4; for the gather of layer 3
+        "gather gather scatter wait wait",  # of layer 1 and the embedding; of layer 3; for the gather of layer 2 and the head
+        "scatter wait wait",  # of layer 2; for the gather of the embedding and layer 4
+        "wait",  # for the gather of layer 1
+        "scatter scatter wait wait wait wait",  # of layer 1 and the embedding; for all reductions that are left
+    ]
+
+
+def between_loops(half: list[str]) -> list[str]:
+    """What stands in front of each loop, and behind the last."""
+    found = [""]
+    for name in half:
+        if name.endswith("_tensor"):
+            kind = next(kind for kind in ("gather", "scatter", "wait") if kind in name)
+            found[-1] = f"{found[-1]} {kind}".strip()
+        else:
+            found.append("")
+    return found
+
+
+def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMesh) -> None:
+    class Shown(Two):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = super().forward(ids, labels)
+            return loss + self.layers[0]._parameters["weight"].to_local().square().sum()
+
+    found = texts_of(sharded(Shown(), ranks), strict=False)
+    assert found["unshard"].count("weight primals") == 3 and found["unshard"].count("gradient of") >= 3
 
 
 def test_the_gradients_of_a_tied_weight_are_reduced_together(ranks: DeviceMesh) -> None:
@@ -105,7 +144,7 @@ def test_reshard(ranks: DeviceMesh) -> None:
     assert [forward.count(GATHER) for forward, _ in (auto, always, never)] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_auto_is_what_the_code_says(ranks: DeviceMesh, saves: bool) -> None:
     policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.MUST_RECOMPUTE
     model = sharded(Two(), ranks, policy=policy)
