@@ -276,7 +276,7 @@ class Compilation:
             if self.options.strict:
                 raise
             if has_collectives(capture().joint.graph):
-                raise _ranks_differ(error) from error
+                raise RanksDiffer.after(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         self.found(facts)
@@ -345,14 +345,6 @@ class Uses:
         row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
         most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
         return 1 << (most.bit_length() - 1)
-
-
-def _ranks_differ(error: Exception) -> RanksDiffer:
-    return RanksDiffer(
-        "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
-        found=told(error),
-        do="please report this; until it is mended, compile with backend='aot_eager' on all ranks",
-    )
 
 
 def _is_cut(facts: Facts, cut: Cut) -> bool:

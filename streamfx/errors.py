@@ -70,6 +70,15 @@ class RanksDiffer(StreamFXError, RuntimeError):
     one for ever, or be handed other values than they asked for.
     """
 
+    @staticmethod
+    def after(error: BaseException) -> RanksDiffer:
+        """What is raised where the analysis has failed with an error."""
+        return RanksDiffer(
+            "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
+            found=told(error),
+            do="please report this; until it is mended, compile with backend='aot_eager' on all ranks",
+        )
+
 
 class NotTraced(StreamFXError, RuntimeError):
     """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
