@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
@@ -128,6 +129,36 @@ def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMes
 
     found = texts_of(sharded(Shown(), ranks), strict=False)
     assert found["unshard"].count("weight primals") == 3 and found["unshard"].count("gradient of") >= 3
+
+
+@pytest.mark.parametrize("change", [lambda k: 1 - k, lambda k: (k == 0).to(torch.uint8), lambda k: (1 - k).roll(1, 1)])
+def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor]) -> None:
+    """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        model = GathersMask(change).double()
+        x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)
+        compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4})
+        torch.testing.assert_close(
+            *(torch.autograd.grad(call(x).square().sum(), [x, *model.parameters()]) for call in (compiled, model))
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+class GathersMask(nn.Module):
+    mask: Tensor
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change, self.layer = change, nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(12, 12).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        everybody: Any = dist.group.WORLD
+        hidden = all_gather_tensor(self.change(self.mask), 0, everybody) != 0
+        q = self.layer(x)
+        return (q @ q.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1) @ q
 
 
 def test_the_gradients_of_a_tied_weight_are_reduced_together(ranks: DeviceMesh) -> None:

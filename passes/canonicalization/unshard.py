@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from streamfx.ir.collectives import Collectives, Gather
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import JointGraph, drop_unused, is_assertion, is_tensor, joint_graph
+from streamfx.ir.joint import JointGraph, bound_arguments, drop_unused, is_assertion, is_tensor, joint_graph, node_argument
 from streamfx.ir.stretch import Stretch, equal
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.operators.collectives import (
@@ -70,7 +70,8 @@ def take_off_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
                 inside = _ancestors(end, nodes)
                 found[primal] = Gather(Stretch.between(primal, end, inside), _said([node for node in nodes if node in inside]))
                 end.replace_all_uses_with(primal)
-                primal.meta = {**primal.meta, "val": end.meta["val"]}
+                known = {name: value for name, value in primal.meta.items() if name != "streamfx_pattern"}  # that of the shard
+                primal.meta = {**known, "val": end.meta["val"]}
     return found
 
 
@@ -99,11 +100,15 @@ def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The one value by which a weight leaves its gather: the last before anything but the putting together of shards."""
+    """The one value by which a weight leaves its gather: the last before anything but the putting together of shards.
+
+    It is taken for the weight, so it has to have the weight's numbers.
+    """
     end, inside = None, set[fx.Node]()
     for node in nodes:
         own = _ancestors(node, nodes)
-        if any(map(is_gather, own)) and any(map(is_wait, own)) and is_tensor(node) and _leaves_by(node, {primal, *own}):
+        is_whole = any(map(is_gather, own)) and any(map(is_wait, own)) and is_tensor(node)
+        if is_whole and all(map(_keeps_numbers, own)) and _leaves_by(node, {primal, *own}):
             if end is not None and not all(map(_puts_together, own - inside)):
                 break
             end, inside = node, own
@@ -112,6 +117,15 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 def _puts_together(node: fx.Node) -> bool:
     return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Whether an operator gives numbers of its operand, rounded at most, and zeros around them."""
+    if node.target is aten.constant_pad_nd.default:
+        return bound_arguments(node)["value"] == 0
+    if node.target is aten._to_copy.default:
+        return all(value.meta["val"].is_floating_point() for value in (node, node_argument(node)))
+    return _puts_together(node)
 
 
 def _leaves_by(end: fx.Node, inside: set[fx.Node]) -> bool:
