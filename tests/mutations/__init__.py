@@ -1,0 +1,40 @@
+"""Faults that the tests have to see: each is put back into a copy of the code by hand, and a default test has to fail.
+
+    python -m tests.mutations                    all rows, some seconds each; exit status 1 if one is not caught
+    python -m tests.mutations 3 "sinks" --log f  those of some kinds, and what pytest said of rows that were not caught
+
+A row whose place has changed is mended in the commit that changes it (`tests/test_mutations.py` asks for it). Whoever finds a
+fault that no test saw adds the test, and the mended line as a row.
+"""
+
+from __future__ import annotations
+
+from tests.mutations import chunks, equations, kept, linear, memory, values
+from tests.mutations.row import Mutation
+
+# Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
+KINDS = {
+    "1": "an argument of an operator that a rule does not look at",
+    "2": "arithmetic that wraps or rounds",
+    "3": "values that count as ordinary scores and are not",
+    "4": "two passes that have to agree bit by bit",
+    "5": "state that calls share",
+    "6": "changes that no version counter shows",
+    "7": "the contract of a kernel",
+    "8": "linear maps that are not",
+    "9": "casts that change numbers",
+    "10": "a softmax with a sink",
+    "11": "operands taken for what they usually are",
+    "12": "a plan that holds for the first length only",
+    "13": "settings that leak",
+    "14": "buffers that are read and then written",
+    "sinks": "attention beside a sink by a fused kernel",
+    "rows": "an index that is not the number of a row",
+    "chunks": "operators whose copy for a chunk is more than the operator on fewer rows",
+    "sums": "parts of sums in a type that is too narrow for them",
+    "sizes": "numbers that follow from dynamic lengths",
+    "views": "returned views, and memory that results share",
+    "marks": "conjugates and negatives that are only marked",
+    "segments": "stretches compiled for other sizes, strides or types",
+}
+ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS)

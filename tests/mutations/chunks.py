@@ -1,0 +1,272 @@
+"""Chunks: what an operator is on fewer rows, which row is meant, in which type parts are added, dynamic sizes."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+EMITTERS, DEMAND, SIZES = "passes/codegen/emitters.py", "passes/analysis/demand.py", "streamfx/runtime/sizes.py"
+LAW = "test_rules.py::test_law"
+
+PLACES = (
+    Mutation(
+        "rows",
+        "an index along a part of a dimension is the number of a row",
+        "streamfx/ir/facts.py",
+        "if self.sequence is None or len(atoms) != 1 or atoms[0] not in self.sequence.members or",
+        "if self.sequence is None or not atoms or atoms[0] not in self.sequence.members or",
+        ("test_counted_rows.py",),
+    ),
+    Mutation(
+        "rows",
+        "operators that count rows may be given any part of a dimension",
+        DEMAND,
+        "if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in placed):",
+        "if False:",
+        ("test_counted_rows.py",),
+    ),
+    Mutation(
+        "rows",
+        "the causal flag compares numbers of rows of the sequence",
+        "passes/analysis/masks.py",
+        "        return key - query if isinstance(key - query, int) else None",
+        "        return 0",
+        ("test_masks.py::test_causal_flag_between_shifted_slices",),
+    ),
+    Mutation(
+        "rows",
+        "an order that undoes another one has its letter",
+        "passes/analysis/masks.py",
+        "if known is None or (known.cuts and not self._agrees(operand, user)):",
+        "if known is None:",
+        ("test_masks.py", "test_masks_that_mislead.py"),
+    ),
+    Mutation(
+        "rows",
+        "a slice keeps the distance between row and key",
+        "passes/analysis/masks.py",
+        "return known if all(start == 0 for start in starts) else self._anything(node)",
+        "return known",
+        ("test_masks.py", "test_masks_that_mislead.py", "test_scores.py"),
+    ),
+    Mutation(
+        "rows",
+        "a buffer's pattern survives that a row of it is repeated",
+        "passes/analysis/masks.py",
+        "return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]",
+        "return True",
+        ("test_masks_that_mislead.py::test_patterns_of_buffers",),
+    ),
+    Mutation(
+        "rows",
+        "joined positions go on where the last ones end",
+        "passes/analysis/positions.py",
+        "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
+        "        if not isinstance(length, int):\n",
+        ("test_masks.py", "test_masks_that_mislead.py", "test_dynamic_shapes.py"),
+    ),
+    Mutation(
+        "rows",
+        "pieces of dynamic lengths that are joined go on where the last ones end",
+        "passes/analysis/positions.py",
+        "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
+        "        if fact.offset != offset + factor * position and isinstance(length, int):\n",
+        ("test_dynamic_shapes.py::test_positions_that_are_joined",),
+    ),
+)
+COPIES = (
+    Mutation(
+        "chunks",
+        "a mean over rows that keeps its keys is a sum",
+        EMITTERS,
+        "    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))\n",
+        "    share = total\n",
+        (LAW, "test_rules.py", "test_scores.py", "test_gradients.py"),
+    ),
+    Mutation(
+        "chunks",
+        "a mean over chunks is a sum",
+        "passes/codegen/adders.py",
+        '    if signature.combine != "mean":\n        return 1\n',
+        "    return 1\n",
+        (LAW, "test_losses.py"),
+    ),
+    Mutation(
+        "chunks",
+        "a chunk of one row loses its dimension",
+        EMITTERS,
+        "return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))",
+        "return emit_copy(builder, node)",
+        (LAW, "test_rules.py"),
+    ),
+    Mutation(
+        "chunks",
+        "the diagonal of a chunk is that of the whole",
+        EMITTERS,
+        "    moved = builder.number(diagonal + shift)\n",
+        "    moved = builder.number(diagonal + 0 * shift)\n",
+        (LAW, "test_masks.py", "test_scores.py"),
+    ),
+    Mutation(
+        "chunks",
+        "rows outside of the sequence are in no chunk",
+        SIZES,
+        "    first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)\n",
+        "    first = min(max((start - offset) // block, 0), rows)\n",
+        ("test_counted_rows.py", "test_host_work.py"),
+    ),
+    Mutation(
+        "chunks",
+        "rows behind the sequence see as far as those in it",
+        SIZES,
+        "    last = rows if high is None or stop == length else min(max(stop + high - offset, 0), rows)\n",
+        "    last = rows if high is None else min(max(stop + high - offset, 0), rows)\n",
+        ("test_counted_rows.py",),
+    ),
+    Mutation(
+        "chunks",
+        "a scan begins with the chunk, not with its rows",
+        EMITTERS,
+        "before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
+        "before = builder.number(1)",
+        ("test_counted_rows.py",),
+    ),
+    Mutation(
+        "chunks",
+        "a scan's carry is joined to all scanned rows",
+        "streamfx/runtime/scans.py",
+        "        first.copy_(JOINED[kind](carry, first))\n    return from_the_end(kind)(rows, dim) if reverse else"
+        " WITHIN[kind](rows, dim)",
+        "        scanned = from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)\n"
+        "        return JOINED[kind](carry, scanned) if first is not None else scanned\n"
+        "    return from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)",
+        ("test_counted_rows.py::test_a_scan_goes_on_in_eagers_order", "test_counted_rows.py"),
+    ),
+    Mutation(
+        "chunks",
+        "draws are made in the order of memory",
+        "streamfx/runtime/rng.py",
+        "dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args]",
+        "dense = list(args)",
+        ("test_dropout.py",),
+    ),
+    Mutation(
+        "chunks",
+        "all chunks draw alike",
+        "streamfx/runtime/rng.py",
+        "generator.manual_seed(mixed(int(seed), key, start))",
+        "generator.manual_seed(mixed(int(seed), key, 0))",
+        ("test_dropout.py",),
+    ),
+    Mutation(
+        "chunks",
+        "draws are repeated in chunks of another stage",
+        "passes/codegen/rewrite.py",
+        "if is_random(node) and node not in own and node.target is not draw_seed:",
+        "if False:",
+        ("test_dropout.py", "test_choices.py"),
+    ),
+    Mutation(
+        "chunks",
+        "states of a scan are those of chunks of any size",
+        "passes/codegen/outer.py",
+        "        if states is not None and self.chunks_of_states[node] != chunk_size:\n",
+        "        if False:\n",
+        ("test_along_sequence.py", "test_recurrences.py", "test_chunk_sizes.py"),
+    ),
+    Mutation(
+        "chunks",
+        "a histogram from the least to the largest adds up",
+        "passes/operators/rules/reductions.py",
+        '    if not arguments["min"] < arguments["max"]:\n        return None\n',
+        "",
+        ("test_rules.py", "test_experts.py"),
+    ),
+    Mutation(
+        "chunks",
+        "a row without keys has a weight",
+        "streamfx/runtime/plain_attention.py",
+        "(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()",
+        "(scores - lse.unsqueeze(-1)).exp()",
+        ("test_visible.py", "test_masks.py", "test_attention_layouts.py", "test_cuda_kernels.py", "test_rules.py"),
+    ),
+)
+TOTALS = (
+    Mutation(
+        "sums",
+        "a part of a sum has the type of its rows",
+        EMITTERS,
+        '    kwargs = kwargs if wide == node.meta["val"].dtype else {**kwargs, "dtype": wide}\n',
+        "",
+        ("test_precision.py::test_parts_of_a_sum_may_be_larger_than_the_sum",),
+    ),
+    Mutation(
+        "sums",
+        "a part of a mean has the type of its rows",
+        EMITTERS,
+        '{"dtype": wide})\n    if builder',
+        '{"dtype": dtype})\n    if builder',
+        ("test_precision.py::test_parts_of_a_sum_may_be_larger_than_the_sum",),
+    ),
+    Mutation(
+        "sums",
+        "a mean loss of half types is summed in their type",
+        "passes/canonicalization/losses.py",
+        "    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:",
+        "    if False:",
+        ("test_precision.py", "test_losses.py", "test_canonical.py", "test_canonical_equations.py"),
+    ),
+    Mutation(
+        "sums",
+        "running totals of half types are kept in their type",
+        "streamfx/runtime/scans.py",
+        "return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype",
+        "return dtype",
+        ("test_precision.py", "test_along_sequence.py", "test_rules.py", "test_recurrences.py"),
+    ),
+    Mutation(
+        "sums",
+        "what flex attention adds is rounded to the queries' type",
+        "passes/canonicalization/flex.py",
+        'return "sum" if is_held else "other"',
+        'return "sum"',
+        ("test_flex.py",),
+    ),
+)
+DYNAMIC = (
+    Mutation(
+        "sizes",
+        "all numbers that follow from lengths are whole",
+        SIZES,
+        "return {Real: float, Truth: bool}.get(type(size), int)",
+        "return int",
+        ("test_dynamic_shapes.py", "test_host_work.py"),
+    ),
+    Mutation(
+        "sizes",
+        "what a size is part of takes it apart",
+        "streamfx/runtime/loop_code.py",
+        'return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)',
+        "return Code(text)",
+        ("test_host_work.py::test_sizes_are_written_as_they_are_computed", "test_dynamic_shapes.py"),
+    ),
+    Mutation(
+        "sizes",
+        "a slice from the end begins where its number says",
+        "passes/analysis/positions.py",
+        "        start = max(start + length, 0) if isinstance(length, int) else None\n",
+        "        start = 0\n",
+        ("test_masks.py", "test_masks_that_mislead.py", "test_dynamic_shapes.py"),
+    ),
+    Mutation(
+        "sizes",
+        "every size is a number that was seen when it was traced",
+        "streamfx/runtime/segments.py",
+        "            first = self._seen.setdefault(kinds, numbers)\n"
+        "            if first == numbers:\n"
+        "                return None\n"
+        "            return compiled(self.module, family_of(first, numbers) or single(numbers), numbers, inputs)",
+        "            return compiled(self.module, single(numbers), numbers, inputs)",
+        ("test_bodies.py",),
+    ),
+)
+ROWS = (*PLACES, *COPIES, *TOTALS, *DYNAMIC)

@@ -1,0 +1,288 @@
+"""Equations that do not hold for all that they are applied to: sinks, and operands taken for what they usually are."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+COLUMN, FUSED = "passes/canonicalization/dropped_column.py", "passes/canonicalization/attention_with_sink.py"
+SOFTMAX, GROUPED = "passes/canonicalization/softmax.py", "passes/canonicalization/grouped.py"
+NO_OPS, PERMUTATIONS = "passes/canonicalization/no_ops.py", "passes/canonicalization/permutations.py"
+ROW, OTHER_ROW = "test_canonical.py::test_row", "test_canonical_equations.py::test_row"
+SAME, GROUPS = "test_attention_with_sink.py::test_it_is_the_same", "test_canonical_equations.py::test_groups_of_heads"
+NO_KEY = "test_scores.py::test_a_sink_over_rows_that_see_no_key"
+TWO_SHARES = "    return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]\n"
+ONE_SHARE = (
+    "    own = writer.call(aten.slice.Tensor, shares, dim, 0, 1)\n"
+    "    return [own, writer.call(aten.neg.default, writer.call(aten.sub.Tensor, own, 1))]\n"
+)
+
+SINKS = (
+    Mutation(
+        "10",
+        "a row that sees no key is softmax(scores) times nothing",
+        COLUMN,
+        "    kept = writer.call(aten.masked_fill.Scalar, kept, writer.call(aten.eq.Scalar, share, 0), 0)\n",
+        "",
+        (NO_KEY,),
+    ),
+    Mutation(
+        "10",
+        "the column's share is what the scores leave",
+        COLUMN,
+        TWO_SHARES,
+        ONE_SHARE,
+        (NO_KEY, "test_scores.py::test_a_sink_as_low_as_what_is_hidden", OTHER_ROW),
+    ),
+    Mutation(
+        "10",
+        "scores are not taken less the column",
+        COLUMN,
+        "    less = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)\n",
+        "    less = zero\n",
+        ("test_scores.py",),
+    ),
+    Mutation(
+        "10",
+        "another gradient of the softmax is taken for that of its scores",
+        COLUMN,
+        "    return fits and all(any(is_part(user, found, part) for part in parts) for user in node.users)",
+        "    return all(any(is_part(user, found, part) for part in parts) for user in node.users)",
+        ("test_scores.py::test_another_gradient_of_a_sink", OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "sinks",
+        "the share of a sink is what the scores leave",
+        FUSED,
+        "self.rest = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))",
+        "self.rest = write(aten.rsub.Scalar, write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink)), 1)",
+        (SAME,),
+    ),
+    Mutation(
+        "sinks",
+        "a sink may be any number",
+        FUSED,
+        " or not fits(column) or not _is_ordinary(column.column):",
+        " or not fits(column):",
+        (SAME, "test_scores.py::test_a_sink_as_low_as_what_is_hidden"),
+    ),
+    Mutation(
+        "sinks",
+        "a query that is no number does not show",
+        FUSED,
+        "        share = write(aten.add.Tensor, share, nothing)",
+        "        assert nothing",
+        ("test_attention_with_sink.py::test_a_query_that_is_no_number_shows",),
+    ),
+    Mutation(
+        "sinks",
+        "the backward half is given the sum without the sink",
+        FUSED,
+        "self.total = write(aten.logaddexp.default, lse, sink)",
+        "self.total = lse",
+        (SAME,),
+    ),
+    Mutation(
+        "sinks",
+        "gradients may come before the result",
+        FUSED,
+        "return found if found.fits_a_kernel() and _is_in_order(found) else None",
+        "return found if found.fits_a_kernel() else None",
+        (SAME, "test_attention_with_sink.py"),
+    ),
+    Mutation(
+        "sinks",
+        "probabilities may have other uses beside the product with the values",
+        "passes/canonicalization/spelled_attention.py",
+        "            elif not is_turned(user, node) or not all(self._takes_turned(other, user) for other in user.users):\n"
+        "                return False\n",
+        "            else:\n                all(self._takes_turned(other, user) for other in user.users)\n",
+        ("test_attention_with_sink.py",),
+    ),
+    Mutation(
+        "sinks",
+        "a product of one key is a product of all",
+        "passes/canonicalization/spelled_attention.py",
+        "fits = shape_of_node(node) == _joined(shape) and (",
+        "fits = (",
+        (SAME, "test_attention_with_sink.py"),
+    ),
+    Mutation(
+        "sinks",
+        "scores of no width fit a kernel",
+        "passes/canonicalization/spelled_attention.py",
+        " or self.values is None or not shape_of_node(self.values)[-1]:",
+        " or self.values is None:",
+        (SAME, "test_attention_with_sink.py"),
+    ),
+)
+OPERANDS = (
+    Mutation(
+        "11",
+        "whatever a gradient of a softmax is given is a softmax",
+        SOFTMAX,
+        "    if softmax.target is not aten._softmax.default or shape_of_node(softmax) != shape_of_node(gradient) or not rank:\n",
+        "    if not rank:\n",
+        (OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "11",
+        "a gradient is of the softmax along any dimension",
+        SOFTMAX,
+        'is_same = own["dim"] % rank == arguments["dim"] % rank and not',
+        "is_same = not",
+        (OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "11",
+        "what is subtracted is the largest along any dimension",
+        SOFTMAX,
+        'return bool(rank and arguments["keepdim"]) and [item % rank for item in dims] == [dim % rank]',
+        'return bool(rank and arguments["keepdim"])',
+        (OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "11",
+        "a sum of gradients is over the keys",
+        SOFTMAX,
+        '            if [item % rank for item in arguments["dim"] or ()] != [dim] or not arguments["keepdim"]:\n',
+        '            if not arguments["keepdim"]:\n',
+        (OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "11",
+        "the largest score is subtracted once",
+        SOFTMAX,
+        "    if scale != 1 or not is_tensor(scores) or not is_tensor(largest) or not",
+        "    if not is_tensor(scores) or not is_tensor(largest) or not",
+        (OTHER_ROW, ROW),
+    ),
+    Mutation(
+        "11",
+        "any five-dimensional view is one of groups of heads",
+        GROUPED,
+        "if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:",
+        "if node.target not in VIEWS or len(shape_of_node(node)) != 5 or len(node.users) != 1:",
+        (GROUPS,),
+    ),
+    Mutation(
+        "11",
+        "heads are repeated along any dimension",
+        GROUPED,
+        "if source.args[0].args[1] != 2 or len(shape_of_node(heads)) != 4:",
+        "if len(shape_of_node(heads)) != 4:",
+        (GROUPS,),
+    ),
+    Mutation(
+        "11",
+        "a sum over repeats is made in any type",
+        GROUPED,
+        '    if total.meta["val"].dtype != node.meta["val"].dtype:\n        return None\n',
+        "",
+        (GROUPS,),
+    ),
+    Mutation(
+        "11",
+        "each second row is each row",
+        NO_OPS,
+        '_unless_it_changes_shape(node) if bound_arguments(node)["step"] == 1 else None',
+        "_unless_it_changes_shape(node)",
+        (ROW, OTHER_ROW),
+    ),
+    Mutation(
+        "11",
+        "flipping twice along any dimensions is nothing",
+        NO_OPS,
+        "inner.target is aten.flip.default and inner.args[1] == node.args[1] else None",
+        "inner.target is aten.flip.default else None",
+        (ROW, OTHER_ROW, "test_equations.py"),
+    ),
+    Mutation(
+        "11",
+        "transposing twice is nothing",
+        NO_OPS,
+        "inner.target is node.target and _exchanged(inner) == _exchanged(node) else None",
+        "inner.target is node.target else None",
+        (ROW, OTHER_ROW, "test_equations.py"),
+    ),
+    Mutation(
+        "11",
+        "padding by as much as it cuts is nothing",
+        NO_OPS,
+        "return None if operand is None or is_moved else",
+        "return None if operand is None else",
+        (ROW, OTHER_ROW, "test_equations.py"),
+    ),
+    Mutation(
+        "11",
+        "what is copied over has the type of what is copied",
+        NO_OPS,
+        "shape_of_node(value) == shape_of_node(node) and is_alike(value, over) else None",
+        "shape_of_node(value) == shape_of_node(node) else None",
+        (ROW, OTHER_ROW, "test_equations.py"),
+    ),
+    Mutation(
+        "11",
+        "what is sorted begins with the least",
+        PERMUTATIONS,
+        '    if len(shape_of_node(keys)) != 1 or arguments["descending"]:\n',
+        "    if len(shape_of_node(keys)) != 1:\n",
+        ("test_experts.py::test_other_orders_and_counts_run_whole", "test_experts.py"),
+    ),
+    Mutation(
+        "11",
+        "rows are written into nothing",
+        PERMUTATIONS,
+        'rows not in orders.reordered and not (arguments["accumulate"] and not is_zero(base)):',
+        "rows not in orders.reordered:",
+        ("test_experts.py",),
+    ),
+    Mutation(
+        "11",
+        "rows are looked up by what undoes another order",
+        PERMUTATIONS,
+        "index is not None and orders.inverse.get(index) is rows.order:",
+        "index is not None and index in orders.inverse:",
+        ("test_experts.py",),
+    ),
+    Mutation(
+        "11",
+        "a sum into rows begins with nothing",
+        "passes/canonicalization/row_numbers.py",
+        "    if index is None or not adds or not is_zero(base):\n",
+        "    if index is None or not adds:\n",
+        (ROW, "test_casts.py"),
+    ),
+    Mutation(
+        "11",
+        "what is added is added once",
+        "passes/canonicalization/row_numbers.py",
+        'adds = arguments.get("accumulate", arguments.get("alpha") == 1)',
+        'adds = arguments.get("accumulate", True)',
+        (ROW, "test_casts.py"),
+    ),
+    Mutation(
+        "11",
+        "equal arguments are equal whatever the sign of their zero",
+        "passes/canonicalization/driver.py",
+        "sign = math.copysign(1.0, item) if isinstance(item, float) else None",
+        "sign = None",
+        (ROW, OTHER_ROW, "test_whole.py", "test_equations.py"),
+    ),
+    Mutation(
+        "11",
+        "one element of each row has no sign where it is zero",
+        "passes/canonicalization/one_hot.py",
+        "    return writer.call(aten.copysign.Tensor, taken, sign)\n",
+        "    return taken if sign else taken\n",
+        (ROW, OTHER_ROW),
+    ),
+    Mutation(
+        "11",
+        "a mean over labels is divided by all of them",
+        "passes/canonicalization/losses.py",
+        "counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels",
+        "counted, device = writer.call(aten.ne.Scalar, labels, ignored - 1), labels",
+        (ROW, OTHER_ROW),
+    ),
+)
+ROWS = (*SINKS, *OPERANDS)

@@ -1,0 +1,197 @@
+"""What is kept between two looks: agreement of passes, state of runs, changes that are told, lengths, settings."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+BACKEND, FINGERPRINT, OPTIONS = "streamfx/backend.py", "streamfx/fingerprint.py", "streamfx/options.py"
+WATCHED = "test_watched_buffers.py::test_the_next_call_is_exact"
+
+PASSES = (
+    Mutation(
+        "4",
+        "uses of deferred outputs cut as the model did",
+        BACKEND,
+        "        options = replace(options, chunk_size=cut.rows, loss_chunk_size=cut.rows)\n",
+        "",
+        ("test_agreement.py",),
+    ),
+    Mutation(
+        "4",
+        "a use that cuts otherwise streams",
+        BACKEND,
+        "        if not _is_cut(facts, cut):\n",
+        "        if False:\n",
+        ("test_agreement.py", "test_deferred_outputs.py", "test_uses_of_outputs.py"),
+    ),
+    Mutation(
+        "4",
+        "each look at deferred outputs decides anew how they are made",
+        "streamfx/lazy/rebuild.py",
+        "            self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks\n            return self.in_chunks",
+        "            return in_chunks",
+        ("test_agreement.py",),
+    ),
+    Mutation(
+        "4",
+        "rows alone are made in as many as are asked for",
+        "streamfx/lazy/in_chunks.py",
+        "        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence\n"
+        "        last = min(source.length, -(-stop // step) * step)\n",
+        "        first, last = start, stop\n",
+        ("test_agreement.py",),
+    ),
+)
+STATE = (
+    Mutation(
+        "5",
+        "draws are made by the process's generator",
+        "streamfx/runtime/rng.py",
+        'generator = torch.Generator(device or "cpu")',
+        "generator = torch.default_generator",
+        ("test_threads.py::test_draws_leave_the_generator_alone",),
+    ),
+    Mutation(
+        "5",
+        "what a run finds of its masks is the program's",
+        "streamfx/runtime/mask_programs.py",
+        "return Mask(self, inputs, _looks.get() or Looks())",
+        'return Mask(self, inputs, self.__dict__.setdefault("looks", Looks()))',
+        ("test_threads.py::test_masks_of_several_threads", "test_visible.py", "test_host_work.py", "test_dynamic_shapes.py"),
+    ),
+    Mutation(
+        "5",
+        "a mask is known by where its inputs lie alone",
+        "streamfx/runtime/mask_programs.py",
+        "lies = (item.data_ptr(), item._version) if literal is None",
+        "lies = (item.data_ptr(),) if literal is None",
+        ("test_visible.py",),
+    ),
+    Mutation(
+        "5",
+        "a backward half finds nothing of what its forward half found",
+        "streamfx/runtime/outer.py",
+        "        if isinstance(value, Tensor) and id(value) not in others:\n",
+        "        if False:\n",
+        ("test_host_work.py::test_a_step_with_a_mask_of_data_waits_once",),
+    ),
+    Mutation(
+        "5",
+        "a run keeps its values",
+        "streamfx/runtime/outer.py",
+        "        return self._function(arguments)",
+        "        self.kept = list(arguments)\n        return self._function(arguments)",
+        ("test_host_work.py", "test_live_bytes.py", "test_memory.py", "test_threads.py"),
+    ),
+)
+CHANGES = (
+    Mutation(
+        "6",
+        "values past the version counter are never another's (one tensor)",
+        FINGERPRINT,
+        "same = torch.equal(checksum(tensor), self.sums)",
+        "same = True",
+        ("test_changed_weights.py::test_a_change_is_noticed",),
+    ),
+    Mutation(
+        "6",
+        "values past the version counter are never another's (all watched)",
+        FINGERPRINT,
+        "return any(bool(torch.stack(flags).any()) for flags in differ.values())",
+        "return False",
+        (WATCHED,),
+    ),
+    Mutation(
+        "6",
+        "a frozen weight is told by its version alone",
+        "streamfx/constants.py",
+        "return self.seen.sums is not None or tensor.data_ptr() == self.address",
+        "return True",
+        (WATCHED,),
+    ),
+    Mutation(
+        "6",
+        "words are summed without factors",
+        FINGERPRINT,
+        "_factors(block.device)[:columns]",
+        "1 | _factors(block.device)[:columns] * 0",
+        ("test_fingerprint.py",),
+    ),
+    Mutation(
+        "6",
+        "words are summed in 32 bits",
+        FINGERPRINT,
+        "        return (whole | 1).to(device)",
+        "        return (whole | 1).to(torch.int32).to(device)",
+        ("test_fingerprint.py",),
+    ),
+    Mutation(
+        "6",
+        "versions of weights are not looked at",
+        FINGERPRINT,
+        "return None not in (self.version, version) and version != self.version",
+        "return False",
+        ("test_changed_weights.py", "test_deferred_lifetime.py"),
+    ),
+)
+LENGTHS = (
+    Mutation(
+        "12",
+        "a plan holds for all lengths",
+        "streamfx/ir/lengths.py",
+        "                bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph",
+        "                _ = size",
+        ("test_lengths.py",),
+    ),
+    Mutation(
+        "12",
+        "what fits now fits without a look at longer ones",
+        BACKEND,
+        "            return False  # a plan for these lengths alone: each longer call would be planned again",
+        "            furthest = now.times(64)",
+        ("test_lengths.py",),
+    ),
+    Mutation(
+        "12",
+        "two plans hold for the longest lengths of either",
+        "streamfx/ir/lengths.py",
+        "symbol: min(number, other.numbers.get(symbol, number))",
+        "symbol: max(number, other.numbers.get(symbol, number))",
+        ("test_lengths.py",),
+    ),
+)
+SETTINGS = (
+    Mutation(
+        "13",
+        "a block's options are the process's",
+        OPTIONS,
+        "        _of_context.set((*_of_context.get(), self._blocks[-1]))",
+        "        _of_process.append(self._blocks[-1])",
+        ("test_configure.py",),
+    ),
+    Mutation(
+        "13",
+        "a block that is left in another context stays on",
+        OPTIONS,
+        "        left.is_open = False  # where",
+        "        left.is_open = True  # where",
+        ("test_configure.py",),
+    ),
+    Mutation(
+        "13",
+        "what a block is about to set is the process's",
+        OPTIONS,
+        "            layer.decided.wait(1.0)\n",
+        "",
+        ("test_configure.py",),
+    ),
+    Mutation(
+        "13",
+        "seeds are drawn on the default device",
+        "streamfx/runtime/rng.py",
+        'return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")',
+        "return torch.randint(0, 2**62, (), dtype=torch.int64)",
+        ("test_configure.py",),
+    ),
+)
+ROWS = (*PASSES, *STATE, *CHANGES, *LENGTHS, *SETTINGS)

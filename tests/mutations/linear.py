@@ -1,0 +1,201 @@
+"""Linear maps that are none, and casts that change numbers."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
+EXPERTS, WHOLE = "passes/canonicalization/experts.py", "test_experts.py::test_other_orders_and_counts_run_whole"
+NO_MULTIPLE, HOOKS = "test_multiples.py::test_no_multiple", "test_linearity.py::test_hooks_on_logits"
+COUNTS = "test_casts.py::test_experts_whose_counts_are_cast"
+
+LINEAR = (
+    Mutation(
+        "8",
+        "numbers beside what drives are nothing",
+        TABLE,
+        "all(item in driven or _is_nothing(item) for item in _leaves(",
+        "all(not isinstance(item, fx.Node) or item in driven or _is_nothing(item) for item in _leaves(",
+        (HOOKS, "test_linearity.py"),
+    ),
+    Mutation(
+        "8",
+        "a sum is linear whatever type it is made in",
+        TABLE,
+        "return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)",
+        "return True",
+        ("test_linearity.py", "test_multiples.py"),
+    ),
+    Mutation(
+        "8",
+        "an argument that a theorem does not name may be anything",
+        TABLE,
+        "            argument.has_default_value() and type(value) is type(argument.default_value)"
+        " and value == argument.default_value\n",
+        "            True\n",
+        ("test_linearity.py::test_an_argument_that_no_row_names", "test_linearity.py"),
+    ),
+    Mutation(
+        "8",
+        "any type reaches as far as a gradient does",
+        TABLE,
+        "return reaches and _digits(dtype) >=",
+        "return _digits(dtype) >=",
+        ("test_linearity.py::test_types_that_carry",),
+    ),
+    Mutation(
+        "8",
+        "any type has the digits of a gradient",
+        TABLE,
+        "return reaches and _digits(dtype) >= max(wanted, _digits(torch.bfloat16))",
+        "return reaches",
+        ("test_linearity.py::test_types_that_carry",),
+    ),
+    Mutation(
+        "8",
+        "what is put twice into one place is linear",
+        TABLE,
+        "    return value is True\n",
+        "    return True\n",
+        ("test_linearity.py", "test_multiples.py"),
+    ),
+    Mutation(
+        "8",
+        "all gradients of a convolution are linear in its input",
+        TABLE,
+        "return list(value) == [False, True, False]",
+        "return True",
+        ("test_linearity.py",),
+    ),
+    Mutation(
+        "8",
+        "a driver may pass a selection of rows in two ways",
+        "passes/analysis/multiples.py",
+        " or not all(self._is_passed(node, gradient, driver) for node in is_kept.selections)",
+        "",
+        (NO_MULTIPLE, "test_multiples.py"),
+    ),
+    Mutation(
+        "8",
+        "rows are driven through what mixes them",
+        "passes/analysis/multiples.py",
+        "        return not signature.is_special(letter) and all(",
+        "        return all(",
+        (NO_MULTIPLE,),
+    ),
+    Mutation(
+        "8",
+        "a gradient may wait for a sum of its own rows",
+        "passes/analysis/multiples.py",
+        "        if self._waits_for_sums(ordered):\n            return None\n",
+        "",
+        ("test_multiples.py", "test_one_pass.py"),
+    ),
+)
+CASTS = (
+    Mutation(
+        "9",
+        "any type holds row numbers",
+        ROW_NUMBERS,
+        "return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)",
+        "return True",
+        ("test_casts.py::test_row_numbers_are_what_they_are_taken_for",),
+    ),
+    Mutation(
+        "9",
+        "truth values and bytes are row numbers",
+        ROW_NUMBERS,
+        '    if index.meta["val"].dtype not in NUMBERS:  # truth values and bytes are masks\n        return None\n',
+        "",
+        ("test_casts.py", "test_canonical.py"),
+    ),
+    Mutation(
+        "9",
+        "a type counts up as far as it likes",
+        ROW_NUMBERS,
+        'return bool(from_zero and is_exact_in(node.meta["val"].dtype, 0, longest(shape_of_node(node)[0])))',
+        "return bool(from_zero)",
+        ("test_casts.py", "test_canonical.py"),
+    ),
+    Mutation(
+        "9",
+        "sums of small integers become long",
+        ROW_NUMBERS,
+        'return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)',
+        "return writer.call(aten.sum.dim_IntList, apart, [1])",
+        ("test_casts.py", "test_canonical.py"),
+    ),
+    Mutation(
+        "9",
+        "any type holds counts of rows",
+        EXPERTS,
+        "    if isinstance(most, int):\n        return is_exact_in(dtype, 0, most)\n",
+        "    if isinstance(most, int):\n        return True\n",
+        (COUNTS, "test_casts.py"),
+    ),
+    Mutation(
+        "9",
+        "experts may be numbered by fractions",
+        EXPERTS,
+        "    if not is_whole(keys, orders.values):\n",
+        "    if False:\n",
+        (COUNTS, WHOLE, "test_casts.py"),
+    ),
+    Mutation(
+        "9",
+        "groups are not negative",
+        EXPERTS,
+        "    if orders.values.of(keys).low < 0:\n",
+        "    if False:\n",
+        (WHOLE, "test_experts.py"),
+    ),
+    Mutation(
+        "9",
+        "a histogram counts nobody beyond its last expert",
+        EXPERTS,
+        "none_beyond = high == count - 1 or orders.values.of(numbers).high < count",
+        "none_beyond = True",
+        (WHOLE, "test_experts.py"),
+    ),
+    Mutation(
+        "9",
+        "what is counted is what is sorted by",
+        EXPERTS,
+        "if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):",
+        "if counted is None:",
+        (WHOLE, COUNTS),
+    ),
+    Mutation(
+        "9",
+        "copies keep numbers in any type",
+        "passes/operators/values/casts.py",
+        "    return is_whole(source, values) and is_exact_in(dtype, known.low, known.high)\n",
+        "    return True\n",
+        (COUNTS, "test_casts.py"),
+    ),
+    Mutation(
+        "9",
+        "a mask of rows is true behind two casts where it is behind one",
+        "passes/canonicalization/scattered.py",
+        "    if mask.target is aten._to_copy.default:  # the one",
+        "    while mask.target is aten._to_copy.default:  # the one",
+        ("test_canonical.py", "test_equations.py"),
+    ),
+    Mutation(
+        "9",
+        "the end of a group is a number of the groups' own type",
+        "streamfx/runtime/experts.py",
+        "torch.sort(group.to(torch.float64 if group.is_floating_point() else torch.int64), stable=True)",
+        "torch.sort(group, stable=True)",
+        ("test_experts.py::test_the_last_number_of_a_type",),
+    ),
+    Mutation(
+        "9",
+        "a look-up along rows takes negative numbers",
+        ROW_NUMBERS,
+        "        if not is_never_negative(index):\n",
+        "        if False:\n",
+        ("test_assertions.py", "test_canonical.py", "test_equations.py"),
+    ),
+)
+ROWS = (*LINEAR, *CASTS)

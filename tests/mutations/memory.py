@@ -1,0 +1,250 @@
+"""How values lie in memory, and who else reads or writes it: kernels, buffers, views, marks, compiled stretches."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+CUDA, FORMS = "streamfx/runtime/cuda_attention.py", "streamfx/runtime/forms.py"
+STREAM = "test_cuda_kernels.py::test_kernels_stream"
+VIEWS, SHARE = (
+    "test_results.py::test_views_of_any_length_show_eagers_rows",
+    "test_results.py::test_results_that_share_memory_do_so",
+)
+LIE = "lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])\n"
+PREPARED = "        run = self._ready.get(lie) or self._prepared(given, lie, "
+
+KERNELS = (
+    Mutation(
+        "7",
+        "a result may lie in any order of heads and rows",
+        CUDA,
+        "    out = layouts.by_rows(out)  #",
+        "    out = layouts.aligned(out)  #",
+        (STREAM,),
+    ),
+    Mutation(
+        "7",
+        "a log-sum-exp has no rows beyond the last",
+        CUDA,
+        'return layouts.aligned(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))',
+        "return layouts.aligned(lse)",
+        (STREAM,),
+    ),
+    Mutation(
+        "7",
+        "rows of a log-sum-exp beyond the last weigh something",
+        CUDA,
+        'LSE_ALIGNMENT), value=float("inf")))',
+        "LSE_ALIGNMENT), value=0.0))",
+        (STREAM,),
+    ),
+    Mutation(
+        "7",
+        "a bias may begin anywhere",
+        CUDA,
+        "bias = layouts.aligned(layouts.widened(bias, BIAS_ALIGNMENT))[..., :keys]",
+        "bias = bias[..., :keys]",
+        (STREAM, "test_cuda_kernels.py::test_masks_of_data_stream"),
+    ),
+    Mutation(
+        "7",
+        "flash attention's mask begins at the first row",
+        CUDA,
+        "if causal is True and query.shape[2] != key.shape[2]:",
+        "if False:",
+        ("test_cuda_kernels.py",),
+    ),
+    Mutation(
+        "7",
+        "a gradient may have another type than the queries",
+        CUDA,
+        "(layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))",
+        "(layouts.widened(item, layouts.ALIGNED) for item in (gradient, out))",
+        ("test_cuda_kernels.py",),
+    ),
+    Mutation(
+        "7",
+        "a width of columns of zeros has its own scale",
+        CUDA,
+        "        scale = query.shape[-1] ** -0.5 if scale is None else scale\n    query",
+        "        pass\n    query",
+        ("test_cuda_kernels.py",),
+    ),
+)
+WRITTEN = (
+    Mutation(
+        "14",
+        "what is saved of a buffer is not copied where the step writes to it",
+        "passes/codegen/memory.py",
+        'if not any(memory.meta.get("streamfx_mutated", False) for memory in memories(node) if memory.op == "placeholder"):',
+        "if True:",
+        ("test_gradients.py", "test_memory.py", "test_steps.py"),
+    ),
+    Mutation(
+        "14",
+        "the backward half makes values again from inputs that were written to",
+        "passes/codegen/rewrite.py",
+        'return node.op == "placeholder" and not node.meta.get("streamfx_mutated", False)',
+        'return node.op == "placeholder"',
+        ("test_gradients.py", "test_memory.py", "test_steps.py"),
+    ),
+    Mutation(
+        "14",
+        "gradients may be one memory",
+        "passes/codegen/memory.py",
+        "            if own & held or any(map(_is_given, own)):\n",
+        "            if False:\n",
+        ("test_memory.py",),
+    ),
+    Mutation(
+        "14",
+        "results may be one memory where those of the trace were not",
+        "passes/codegen/memory.py",
+        "            if any(is_new) or any(shown.get(memory, before) != before for memory in own):\n",
+        "            if False:\n",
+        ("test_memory.py",),
+    ),
+    Mutation(
+        "14",
+        "a loop writes its result over what a view of it still reads",
+        "passes/codegen/reuse.py",
+        "    return by_rows and not any(memories(output) & own for output in outputs)",
+        "    return by_rows",
+        ("test_memory.py", "test_in_place.py"),
+    ),
+)
+SHOWN = (
+    Mutation(
+        "views",
+        "a view of a result begins where its memory does",
+        "passes/canonicalization/opaque.py",
+        "    return where, simplified(offset - begins), strides",
+        "    return where, 0, strides",
+        (VIEWS,),
+    ),
+    Mutation(
+        "views",
+        "no result is placed in another's memory",
+        "passes/codegen/rewrite.py",
+        "            if place is not None and not isinstance(place[0], Elsewhere):\n",
+        "            if False:\n",
+        (VIEWS, SHARE),
+    ),
+    Mutation(
+        "views",
+        "views of one value that is no result share nothing",
+        "passes/codegen/rewrite.py",
+        "        if len(alike) > 1 and same_type:\n",
+        "        if False:\n",
+        (VIEWS, SHARE),
+    ),
+    Mutation(
+        "views",
+        "a product without a bias is memory of its own",
+        "passes/operators/aliasing.py",
+        "target is torch.ops.aten._unsafe_view.default or is_view(target)",
+        "is_view(target)",
+        ("test_results.py", "test_memory.py"),
+    ),
+    Mutation(
+        "views",
+        "results lie as loops make them",
+        "passes/codegen/rewrite.py",
+        "value if strides is None else forward.laid_out(value, output, strides)",
+        "value",
+        ("test_results.py::test_results_have_eagers_strides",),
+    ),
+)
+MARKS = (
+    Mutation(
+        "marks",
+        "marked conjugates are the numbers in memory",
+        "passes/canonicalization/marks.py",
+        "return writer.call(aten.conj_physical.default, node_argument(node))",
+        "return writer.call(aten.clone.default, node_argument(node))",
+        ("test_results.py::test_numbers_that_are_marked_as_conjugates", "test_canonical.py"),
+    ),
+    Mutation(
+        "marks",
+        "marked negatives are the numbers in memory",
+        "passes/canonicalization/marks.py",
+        "return writer.call(aten.neg.default, node_argument(node))",
+        "return writer.call(aten.clone.default, node_argument(node))",
+        ("test_canonical.py", "test_canonical_equations.py"),
+    ),
+    Mutation(
+        "marks",
+        "a marked input is read as it lies",
+        "passes/codegen/rewrite.py",
+        'self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta["val"]) else made',
+        "made",
+        ("test_results.py",),
+    ),
+    Mutation(
+        "marks",
+        "a marked gradient is read as it lies",
+        "streamfx/runtime/outer.py",
+        "        if self._is_backward:\n            arguments[:] = map(unmarked, arguments)\n",
+        "",
+        ("test_results.py",),
+    ),
+    Mutation(
+        "marks",
+        "marked memory that is returned is streamed",
+        "passes/canonicalization/opaque.py",
+        "return next((value for value in read if any(map(_is_marked, _shown_by(value)))), None)",
+        "return None",
+        ("test_results.py::test_a_result_that_is_marked",),
+    ),
+)
+SEGMENTS = (
+    Mutation(
+        "segments",
+        "inputs that lie in another order take the same code",
+        "streamfx/runtime/segments.py",
+        f"{LIE}{PREPARED}several=False)",
+        f"{LIE.replace(', value.stride()', '')}{PREPARED}several=False)",
+        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
+    ),
+    Mutation(
+        "segments",
+        "inputs that lie in another order take the same code, where chunks have several lengths",
+        "streamfx/runtime/segments.py",
+        f"{LIE}{PREPARED}several=True)",
+        f"{LIE.replace(', value.stride()', '')}{PREPARED}several=True)",
+        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
+    ),
+    Mutation(
+        "segments",
+        "code holds for all sizes of its family",
+        FORMS,
+        "return n is not None and (self.family.at is None or self.holds(n))",
+        "return n is not None",
+        ("test_bodies.py",),
+    ),
+    Mutation(
+        "segments",
+        "code is shared by all types",
+        FORMS,
+        "kinds.append((value.dtype, value.device, value.dim()))",
+        "kinds.append((value.device, value.dim()))",
+        ("test_bodies.py", "test_host_work.py"),
+    ),
+    Mutation(
+        "segments",
+        "code is shared by all strides",
+        FORMS,
+        "            numbers += strides_of(value)\n",
+        "            numbers += strides_of(value.contiguous())\n",
+        ("test_bodies.py", "test_host_work.py"),
+    ),
+    Mutation(
+        "segments",
+        "a size that compilation settled holds for all",
+        "streamfx/torch_private/sizes.py",
+        "        if number == like or replaced:  # what it was compiled for, at least\n            return number == like\n",
+        "",
+        ("test_bodies.py",),
+    ),
+)
+ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS)
