@@ -82,6 +82,7 @@ HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "a probability": (lambda x: x.softmax(-1) == x.softmax(-1).amax(-1, keepdim=True), 1),
     "two functions": (lambda x: x.topk(3).values[..., :1] == x.amax(-1, keepdim=True), 1),
     "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
+    "all, then a few rows": (lambda x: x[:, 9:12] == x.amax(-1, keepdim=True)[:, 9:12], 1),
     "all, then rows": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
     "whole, later": (lambda x: x.amax(-1, keepdim=True).flip(1) == x.flip(1), 1),
     "through numbers": (lambda x: x == torch.tensor(x.amax(-1).tolist(), dtype=x.dtype)[..., None], 1),
@@ -99,6 +100,13 @@ def test_what_was_found_is_found_again(name: str) -> None:
     assert source is not None
     assert source.agreement.in_chunks
     assert (found == count).all(), (found != count).sum()
+
+
+@torch.no_grad()
+def test_a_use_that_streams_along_another_axis_makes_all_of_it_whole() -> None:
+    """The largest of each column: sequences could be chunks, in which products have other numbers of rows."""
+    _, logits = logits_of()
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) == 1).all()
 
 
 def losses() -> dict[str, Callable[[Tensor], Tensor]]:

@@ -29,6 +29,7 @@ def spelled(
     other: bool = False,
     bounded: Callable[[Tensor], Tensor] = lambda sink: sink.clamp(-1e20, 1e20),
     folded: bool = False,
+    ahead: bool = False,
 ) -> Callable[..., list[Tensor]]:
     """The result and all gradients, as autograd writes them."""
 
@@ -46,7 +47,9 @@ def spelled(
         of_p = aten.bmm(result, values.transpose(1, 2)).view(b, h, m, n)
         of_both = aten._softmax_backward_data(aten.slice_backward(of_p, [b, h, m, n + 1], 3, low, high, 1), both, -1, s.dtype)
         of_s = back(of_both[..., low:high], 0.5).reshape(b * h, m, n)
+        early = [aten.bmm(p.transpose(1, 2), result)] if ahead else []
         made = [
+            *early,
             aten.bmm(p, values).view(b, h, m, -1),
             aten.bmm(p.transpose(1, 2), result + 1 if other else result).view(b, h, n, -1),
             aten.bmm(of_s, keys.transpose(1, 2)).view(b, h, m, d),
@@ -108,6 +111,7 @@ CASES = {
     "a gradient that is scaled otherwise": Case(spelled(back=torch.div), inputs(), changes=False),
     "a gradient that is not scaled": Case(spelled(back=lambda d, _: d + 0.0), inputs(), changes=False),
     "gradients of two results": Case(spelled(other=True), inputs(), changes=False),
+    "a gradient before the result": Case(spelled(ahead=True), inputs(), changes=False),
     "a scale of zero": Case(spelled(scaled=lambda s, _: s * 0.0, back=lambda d, _: d * 0.0), inputs(), changes=False),
 }
 
@@ -118,6 +122,12 @@ def test_it_is_the_same(name: str) -> None:
     before, after = graphs(case)
     assert (ATTENTION in targets(after)) == case.changes
     _assert_alike(before, after, case.inputs)
+
+
+def test_the_gradient_of_a_small_share_keeps_its_digits() -> None:
+    before, after = graphs(CASES["sink -40.0"])
+    found, truth = (module(*CASES["sink -40.0"].inputs)[-1] for module in (after, before))
+    torch.testing.assert_close(found, truth, rtol=1e-11, atol=0)
 
 
 def test_a_query_that_is_no_number_shows() -> None:

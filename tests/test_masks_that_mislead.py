@@ -42,15 +42,18 @@ HIDDEN: dict[str, Callable[[], Tensor]] = {
     "unsigned difference the other way": lambda: (i(torch.uint8) - j(torch.uint8)) < 0,
     "wide difference, cast": lambda: (j(torch.int64) - i(torch.int64)).to(torch.uint8) > 0,
     "products of small integers": lambda: (j(torch.int8) * 40 - i(torch.int8) * 40) > 0,
+    "products of small integers, widened": lambda: (j(torch.int8) * 40).long() > (i(torch.int8) * 40).long(),
     "sums of small integers": lambda: (j(torch.int8) + 124) > (i(torch.int8) + 124),
     "distance as truth": lambda: (columns(T) - rows(T)).bool() > 0,
     "rounded positions": lambda: (j(torch.bfloat16) + 512) > (i(torch.bfloat16) + 512),
     "rounded distance": lambda: ((columns(T) - rows(T)).to(torch.bfloat16) + 300) > 300,
+    "rounded where it is compared": lambda: columns(T) - rows(T) + 512 > torch.full((1,), 512, dtype=torch.bfloat16),
     "halves that do not underflow beside a number": lambda: ((columns(T) - rows(T)).to(torch.float16) * 1e-8) > 0,
     "a number beside halves that they would round": lambda: ((columns(T) - rows(T)).to(torch.float16) - 1.0004) >= 0,
     "a number beside bfloat16 that it would round": lambda: torch.rsub((columns(T) - rows(T)).to(torch.bfloat16), 1.003) <= 0,
     "halves that overflow": lambda: (j(torch.float16) * 20000) > (i(torch.float16) * 20000),
     "a number that wraps": lambda: (j(torch.uint8) - i(torch.uint8)) > torch.tensor([255]).to(torch.uint8),
+    "every other number": lambda: columns(T) > torch.arange(0, 2 * T, 2)[:, None],
     "one row, repeated": lambda: columns(T) > torch.arange(1)[:, None].expand(T, 1),
     "negative start of a slice": lambda: torch.arange(2 * T)[-T:][None] > rows(T) + T + 1,
     "start in front of the first": lambda: torch.arange(T)[-2 * T :][None] > rows(T) + 1,
@@ -116,6 +119,26 @@ def test_ordinary_scores_are_still_hidden_by_a_finite_number() -> None:
         return (30 * torch.tanh((s + bias) / 30)).masked_fill(columns(T) > rows(T), MIN)
 
     assert spans_of(mask, (GATE, COUNT)) == {"causal"}
+
+
+def test_a_bias_that_the_caller_trains() -> None:
+    """It is no activation for that: rows whose visible keys it hides look at what a finite number hides."""
+    function = attention(lambda s, bias: (s + bias).masked_fill(columns(T) > rows(T), MIN))
+    inputs, bias = qkv()[0], torch.where(GATE < 0, 0.0, -INF).requires_grad_()
+    compiled = torch.compile(function, backend="streambp", options={"chunk_size": 2, "bodies": "eager"})
+    wanted, found = (torch.autograd.grad(run(inputs, bias), (inputs, bias)) for run in (function, compiled))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_zero_that_is_the_number_of_a_row() -> None:
+    """It adds to row 0 of a table's gradient: only what a sum is linear in tells which keys it needs."""
+
+    def function(inputs: Tensor, table: Tensor) -> Tensor:
+        q, _, _ = inputs.unbind()
+        looked = torch.nn.functional.embedding(torch.where(columns(T) > rows(T), 0, columns(T)), table)
+        return attention(lambda s: s.masked_fill(columns(T) > rows(T), -INF))(inputs) + (looked * q[0, 0][:, None]).sum()
+
+    compare_function(function, [*qkv(), torch.randn(T, 4, dtype=torch.float64, requires_grad=True)], (2, 4))
 
 
 FUSED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -263,6 +263,7 @@ FOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "the same number": lambda x: torch.full((7,), 0.1).float().var() + 0 * x.clamp(0, 1).float(),
     "powers in bfloat16": lambda x: x.clamp(-31, -30).bfloat16() ** 3,
     "cut by infinity": lambda x: torch.div(x.clamp(-3, -1), torch.inf, rounding_mode="floor"),
+    "halves beside a number that they would make nothing": lambda x: x.clamp(1e3, 1e4).half() * 1e-8,
     "a gradient of infinity": lambda x: aten.tanh_backward(x.clamp(1, 1).float() / 0, x.clamp(2e30, 2e30).float() * 0 + 1e30),
 }
 

@@ -22,7 +22,7 @@ PASSES = (
         BACKEND,
         "        if not _is_cut(facts, cut):\n",
         "        if False:\n",
-        ("test_agreement.py", "test_deferred_outputs.py", "test_uses_of_outputs.py"),
+        ("test_agreement.py::test_a_use_that_streams_along_another_axis_makes_all_of_it_whole",),
     ),
     Mutation(
         "4",
@@ -39,7 +39,7 @@ PASSES = (
         "        first = max(0, min(start, stop - 2)) // step * step  # a single row is no sequence\n"
         "        last = min(source.length, -(-stop // step) * step)\n",
         "        first, last = start, stop\n",
-        ("test_agreement.py",),
+        ("test_agreement.py::test_what_was_found_is_found_again",),
     ),
 )
 STATE = (
@@ -58,14 +58,6 @@ STATE = (
         "return Mask(self, inputs, _looks.get() or Looks())",
         'return Mask(self, inputs, self.__dict__.setdefault("looks", Looks()))',
         ("test_threads.py::test_masks_of_several_threads", "test_visible.py", "test_host_work.py", "test_dynamic_shapes.py"),
-    ),
-    Mutation(
-        "5",
-        "a mask is known by where its inputs lie alone",
-        "streamfx/runtime/mask_programs.py",
-        "lies = (item.data_ptr(), item._version) if literal is None",
-        "lies = (item.data_ptr(),) if literal is None",
-        ("test_visible.py",),
     ),
     Mutation(
         "5",
