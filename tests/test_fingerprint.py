@@ -60,3 +60,14 @@ def test_permutations_are_told_apart() -> None:
     seen = Fingerprint.of(mask)
     mask.data.copy_(mask.flip(0))
     assert seen.change(mask) is not None
+
+
+def test_pairs_of_signs_are_told_apart() -> None:
+    """In sums that wrap at 32 bits every second one would not be."""
+    weight = torch.randn(8, 64)
+    seen = Fingerprint.of(weight)
+    for place in range(0, 64, 2):
+        pair = weight.data[0, place : place + 2]
+        pair.neg_()
+        assert seen.change(weight) is not None
+        pair.neg_()

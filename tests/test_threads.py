@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,6 +69,19 @@ def stepped(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor
 
 def assert_same(found: Any, truth: Any, what: str = "") -> None:
     torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def test_a_run_keeps_nothing() -> None:
+    """What it was given is gone with the step: nothing that is compiled holds it for another run to find."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    call = torch.compile(lambda x: F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True).sum(), backend="streambp")
+    x = torch.randn(1, 2, 20, 4)
+    call(x).backward()
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 @REPEATS

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from streamfx import constants
+
 WIDTH, LENGTH = 8, 21
 
 
@@ -87,3 +89,14 @@ def test_the_next_call_is_exact(name: str) -> None:
                 change(model.get_buffer(buffer), values)
             for ours, theirs in zip(gradients(compiled, model, x), gradients(model, model, x), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, equal_nan=True, msg=buffer)
+
+
+def test_a_frozen_weight_that_is_not_read_is_told_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version counter shows that `.data` is another tensor."""
+    monkeypatch.setattr(constants, "MOST_READ", 0)
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH + 1), requires_grad=False)
+    watched = constants.watched_inputs([weight], [True])
+    assert [item.seen is not None and item.seen.sums is None for item in watched] == [True]
+    assert constants.all_hold(watched, [weight])
+    weight.data = torch.full_like(weight, 1e30)
+    assert not constants.all_hold(watched, [weight])

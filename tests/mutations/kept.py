@@ -73,7 +73,7 @@ STATE = (
         "streamfx/runtime/outer.py",
         "        return self._function(arguments)",
         "        self.kept = list(arguments)\n        return self._function(arguments)",
-        ("test_host_work.py", "test_live_bytes.py", "test_memory.py", "test_threads.py"),
+        ("test_threads.py::test_a_run_keeps_nothing",),
     ),
 )
 CHANGES = (
@@ -99,7 +99,7 @@ CHANGES = (
         "streamfx/constants.py",
         "return self.seen.sums is not None or tensor.data_ptr() == self.address",
         "return True",
-        (WATCHED,),
+        ("test_watched_buffers.py::test_a_frozen_weight_that_is_not_read_is_told_by_its_memory",),
     ),
     Mutation(
         "6",
@@ -107,7 +107,7 @@ CHANGES = (
         FINGERPRINT,
         "_factors(block.device)[:columns]",
         "1 | _factors(block.device)[:columns] * 0",
-        ("test_fingerprint.py",),
+        ("test_fingerprint.py::test_contents_that_are_alike_are_told_apart",),
     ),
     Mutation(
         "6",
@@ -115,7 +115,7 @@ CHANGES = (
         FINGERPRINT,
         "        return (whole | 1).to(device)",
         "        return (whole | 1).to(torch.int32).to(device)",
-        ("test_fingerprint.py",),
+        ("test_fingerprint.py::test_pairs_of_signs_are_told_apart",),
     ),
     Mutation(
         "6",
@@ -133,15 +133,15 @@ LENGTHS = (
         "streamfx/ir/lengths.py",
         "                bool(size <= self.numbers[symbol])  # torch notes what it was asked, as a guard of the graph",
         "                _ = size",
-        ("test_lengths.py",),
+        ("test_lengths.py::test_what_fits_whole_for_one_length_does_not_for_all",),
     ),
     Mutation(
         "12",
         "what fits now fits without a look at longer ones",
         BACKEND,
-        "            return False  # a plan for these lengths alone: each longer call would be planned again",
-        "            furthest = now.times(64)",
-        ("test_lengths.py",),
+        "        furthest = now.furthest(fits) if now else now\n",
+        "        furthest = now.times(64)\n",
+        ("test_lengths.py::test_what_fits_whole_for_one_length_does_not_for_all",),
     ),
     Mutation(
         "12",
