@@ -85,6 +85,17 @@ def test_no_thread_sees_a_block_that_another_one_is_about_to_enter() -> None:
     assert leaked == []
 
 
+def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
+    seen: list[object] = []
+    block = streamfx.configure(chunk_size=7)
+    worker = threading.Thread(target=lambda: seen.append(resolved().chunk_size))
+    worker.start()
+    worker.join(0.1)
+    with block:
+        worker.join()
+    assert seen == ["auto"]
+
+
 def test_a_call_is_for_the_process() -> None:
     """In other threads, too, whether or not its result is kept; until the result is used as a block."""
     seen: list[object] = []

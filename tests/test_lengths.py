@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
 from streamfx.cost.memory import cost_of
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts, known
+from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import AutoChunk
 from streamfx.passes.partition.fit import held_bytes
 from tests.support.exactness import recorder
@@ -115,3 +117,9 @@ def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few rows, as those of long sequences are."""
     monkeypatch.setattr("streamfx.passes.partition.fit.LEAST_ROWS", 16)
     monkeypatch.setattr("streamfx.passes.partition.fit.EFFICIENT_TOKENS", 128)
+
+
+def test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for() -> None:
+    s, t = sympy.symbols("s t")
+    assert Lengths({s: 5, t: 6}).joined(Lengths({s: 7, t: 3})) == Lengths({s: 5, t: 3})
+    assert Lengths({s: 5}).joined(None) == Lengths({s: 5})

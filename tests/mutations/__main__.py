@@ -50,4 +50,5 @@ def run(copy: Copy, rows: list[Mutation], log: Path | None) -> int:
     return 0 if caught == len(rows) else 1
 
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that it begins import it, too
+    sys.exit(main())

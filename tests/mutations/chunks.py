@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 EMITTERS, DEMAND, SIZES = "passes/codegen/emitters.py", "passes/analysis/demand.py", "streamfx/runtime/sizes.py"
 LAW = "test_rules.py::test_law"
+MISLEADS = "test_masks_that_mislead.py::test_arithmetic_that_misleads"
 
 PLACES = (
     Mutation(
@@ -38,7 +39,7 @@ PLACES = (
         "passes/analysis/masks.py",
         "if known is None or (known.cuts and not self._agrees(operand, user)):",
         "if known is None:",
-        ("test_masks.py", "test_masks_that_mislead.py"),
+        ("test_masks_that_mislead.py::test_arithmetic_that_misleads",),
     ),
     Mutation(
         "rows",
@@ -46,7 +47,7 @@ PLACES = (
         "passes/analysis/masks.py",
         "return known if all(start == 0 for start in starts) else self._anything(node)",
         "return known",
-        ("test_masks.py", "test_masks_that_mislead.py", "test_scores.py"),
+        ("test_masks.py::test_triangle_between_shifted_slices", "test_scores.py::test_parts_of_scores", "test_masks.py"),
     ),
     Mutation(
         "rows",
@@ -62,14 +63,14 @@ PLACES = (
         "passes/analysis/positions.py",
         "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
         "        if not isinstance(length, int):\n",
-        ("test_masks.py", "test_masks_that_mislead.py", "test_dynamic_shapes.py"),
+        ("test_masks.py::test_near_misses", "test_dynamic_shapes.py::test_positions_that_are_joined"),
     ),
     Mutation(
         "rows",
         "pieces of dynamic lengths that are joined go on where the last ones end",
         "passes/analysis/positions.py",
         "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
-        "        if fact.offset != offset + factor * position and isinstance(length, int):\n",
+        "        if fact.offset != offset + factor * position:\n",
         ("test_dynamic_shapes.py::test_positions_that_are_joined",),
     ),
 )
@@ -80,7 +81,7 @@ COPIES = (
         EMITTERS,
         "    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))\n",
         "    share = total\n",
-        (LAW, "test_rules.py", "test_scores.py", "test_gradients.py"),
+        ("test_scores.py", "test_found_at_random.py", LAW),
     ),
     Mutation(
         "chunks",
@@ -88,7 +89,7 @@ COPIES = (
         "passes/codegen/adders.py",
         '    if signature.combine != "mean":\n        return 1\n',
         "    return 1\n",
-        (LAW, "test_losses.py"),
+        ("test_losses.py::test_mse_on_hidden_states", "test_losses.py::test_mean_pooling", LAW),
     ),
     Mutation(
         "chunks",
@@ -96,7 +97,7 @@ COPIES = (
         EMITTERS,
         "return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))",
         "return emit_copy(builder, node)",
-        (LAW, "test_rules.py"),
+        (LAW,),
     ),
     Mutation(
         "chunks",
@@ -104,7 +105,7 @@ COPIES = (
         EMITTERS,
         "    moved = builder.number(diagonal + shift)\n",
         "    moved = builder.number(diagonal + 0 * shift)\n",
-        (LAW, "test_masks.py", "test_scores.py"),
+        ("test_masks.py::test_triangle_between_shifted_slices", "test_scores.py", "test_counted_rows.py", LAW),
     ),
     Mutation(
         "chunks",
@@ -163,15 +164,7 @@ COPIES = (
         "passes/codegen/rewrite.py",
         "if is_random(node) and node not in own and node.target is not draw_seed:",
         "if False:",
-        ("test_dropout.py", "test_choices.py"),
-    ),
-    Mutation(
-        "chunks",
-        "states of a scan are those of chunks of any size",
-        "passes/codegen/outer.py",
-        "        if states is not None and self.chunks_of_states[node] != chunk_size:\n",
-        "        if False:\n",
-        ("test_along_sequence.py", "test_recurrences.py", "test_chunk_sizes.py"),
+        ("test_dropout.py", "test_choices.py::test_gradients_at_every_level"),
     ),
     Mutation(
         "chunks",
@@ -179,7 +172,7 @@ COPIES = (
         "passes/operators/rules/reductions.py",
         '    if not arguments["min"] < arguments["max"]:\n        return None\n',
         "",
-        ("test_rules.py", "test_experts.py"),
+        ("test_rules.py::test_rules_decline_what_they_do_not_cover", LAW),
     ),
     Mutation(
         "chunks",
@@ -187,7 +180,7 @@ COPIES = (
         "streamfx/runtime/plain_attention.py",
         "(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()",
         "(scores - lse.unsqueeze(-1)).exp()",
-        ("test_visible.py", "test_masks.py", "test_attention_layouts.py", "test_cuda_kernels.py", "test_rules.py"),
+        ("test_visible.py::test_rows_that_see_no_key_go_back_in_other_chunks_than_forth", "test_attention_layouts.py"),
     ),
 )
 TOTALS = (
@@ -213,7 +206,7 @@ TOTALS = (
         "passes/canonicalization/losses.py",
         "    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:",
         "    if False:",
-        ("test_precision.py", "test_losses.py", "test_canonical.py", "test_canonical_equations.py"),
+        ("test_precision.py::test_parts_of_a_sum_may_be_larger_than_the_sum", "test_canonical_equations.py::test_row"),
     ),
     Mutation(
         "sums",
@@ -221,7 +214,7 @@ TOTALS = (
         "streamfx/runtime/scans.py",
         "return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype",
         "return dtype",
-        ("test_precision.py", "test_along_sequence.py", "test_rules.py", "test_recurrences.py"),
+        ("test_precision.py", LAW),
     ),
     Mutation(
         "sums",
@@ -229,7 +222,7 @@ TOTALS = (
         "passes/canonicalization/flex.py",
         'return "sum" if is_held else "other"',
         'return "sum"',
-        ("test_flex.py",),
+        ("test_flex.py::test_what_is_added_to_scores_of_half_precision_is_not_rounded",),
     ),
 )
 DYNAMIC = (
@@ -239,7 +232,7 @@ DYNAMIC = (
         SIZES,
         "return {Real: float, Truth: bool}.get(type(size), int)",
         "return int",
-        ("test_dynamic_shapes.py", "test_host_work.py"),
+        ("test_host_work.py::test_sizes_are_written_as_they_are_computed", "test_dynamic_shapes.py"),
     ),
     Mutation(
         "sizes",
@@ -247,7 +240,7 @@ DYNAMIC = (
         "streamfx/runtime/loop_code.py",
         'return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)',
         "return Code(text)",
-        ("test_host_work.py::test_sizes_are_written_as_they_are_computed", "test_dynamic_shapes.py"),
+        ("test_host_work.py::test_sizes_are_written_as_they_are_computed",),
     ),
     Mutation(
         "sizes",
@@ -255,7 +248,7 @@ DYNAMIC = (
         "passes/analysis/positions.py",
         "        start = max(start + length, 0) if isinstance(length, int) else None\n",
         "        start = 0\n",
-        ("test_masks.py", "test_masks_that_mislead.py", "test_dynamic_shapes.py"),
+        (MISLEADS,),
     ),
     Mutation(
         "sizes",

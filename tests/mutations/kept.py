@@ -149,7 +149,7 @@ LENGTHS = (
         "streamfx/ir/lengths.py",
         "symbol: min(number, other.numbers.get(symbol, number))",
         "symbol: max(number, other.numbers.get(symbol, number))",
-        ("test_lengths.py",),
+        ("test_lengths.py::test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for",),
     ),
 )
 SETTINGS = (
@@ -175,7 +175,7 @@ SETTINGS = (
         OPTIONS,
         "            layer.decided.wait(1.0)\n",
         "",
-        ("test_configure.py",),
+        ("test_configure.py::test_a_thread_waits_until_it_is_known_whether_a_block_follows",),
     ),
     Mutation(
         "13",

@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
 EXPERTS, WHOLE = "passes/canonicalization/experts.py", "test_experts.py::test_other_orders_and_counts_run_whole"
+ROW = "test_canonical.py::test_row"
 NO_MULTIPLE, HOOKS = "test_multiples.py::test_no_multiple", "test_linearity.py::test_hooks_on_logits"
 COUNTS = "test_casts.py::test_experts_whose_counts_are_cast"
 
@@ -107,7 +108,7 @@ CASTS = (
         ROW_NUMBERS,
         '    if index.meta["val"].dtype not in NUMBERS:  # truth values and bytes are masks\n        return None\n',
         "",
-        ("test_casts.py", "test_canonical.py"),
+        ("test_casts.py", ROW),
     ),
     Mutation(
         "9",
@@ -115,7 +116,7 @@ CASTS = (
         ROW_NUMBERS,
         'return bool(from_zero and is_exact_in(node.meta["val"].dtype, 0, longest(shape_of_node(node)[0])))',
         "return bool(from_zero)",
-        ("test_casts.py", "test_canonical.py"),
+        ("test_casts.py", ROW),
     ),
     Mutation(
         "9",
@@ -123,7 +124,7 @@ CASTS = (
         ROW_NUMBERS,
         'return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)',
         "return writer.call(aten.sum.dim_IntList, apart, [1])",
-        ("test_casts.py", "test_canonical.py"),
+        ("test_casts.py", ROW),
     ),
     Mutation(
         "9",
@@ -179,7 +180,7 @@ CASTS = (
         "passes/canonicalization/scattered.py",
         "    if mask.target is aten._to_copy.default:  # the one",
         "    while mask.target is aten._to_copy.default:  # the one",
-        ("test_canonical.py", "test_equations.py"),
+        (ROW,),
     ),
     Mutation(
         "9",
@@ -195,7 +196,7 @@ CASTS = (
         ROW_NUMBERS,
         "        if not is_never_negative(index):\n",
         "        if False:\n",
-        ("test_assertions.py", "test_canonical.py", "test_equations.py"),
+        ("test_assertions.py::test_numbers_are_refused_where_eager_refuses_them",),
     ),
 )
 ROWS = (*LINEAR, *CASTS)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,17 +60,17 @@ class Copy:
         finally:
             path.write_text(text)
 
-    def pytest(self, node_ids: Iterable[str], limit: float = LIMIT) -> tuple[int, str]:
+    def pytest(self, node_ids: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
         """The exit status, and what was said; stops at the first failure."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *node_ids]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired:
+        log = self.folder / "output"
+        process = _server().Process(target=_pytest, args=(self.folder, log, list(node_ids)))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            process.kill()
+            process.join()
             return -1, f"no end after {limit:.0f} s"
-        return done.returncode, done.stdout + done.stderr
+        return process.exitcode or 0, log.read_text()
 
     def outcome(self, row: Mutation) -> Outcome:
         if row.count((self.folder / row.file).read_text()) != 1:
@@ -80,6 +81,30 @@ class Copy:
         found = CAUGHT if status == TESTS_FAILED else NOT_CAUGHT if status == 0 else NO_RUN
         failed = re.search(r"^FAILED tests/(.*?)(?: - |$)", output, re.M)
         return Outcome(row, found, time.monotonic() - begin, failed[1] if failed else "", output[-3000:])
+
+
+def _server() -> ForkServerContext:
+    """Begins processes that have imported already what takes long, and nothing of this repository."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx", "pytest", "hypothesis", "sympy"])
+    return context
+
+
+def _pytest(folder: Path, log: Path, node_ids: list[str]) -> None:
+    """In a process of its own: pytest on the copy in a folder, which is found before the working tree."""
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "streamfx")]:
+        del sys.modules[name]
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(folder))
+    import pytest
+
+    status = pytest.main(["-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *node_ids])
+    sys.stdout.flush()
+    os._exit(status)
 
 
 @contextmanager
