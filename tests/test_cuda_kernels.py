@@ -182,6 +182,26 @@ def test_many_keys_take_several_calls(rows: int, keys: int, blocks: int, causal:
     assert sum(calls) == keys and len(calls) >= min(blocks, 2) and max(calls) <= max(6, rows) + rows
 
 
+def test_a_causal_mask_that_begins_at_the_first_row(half: None) -> None:
+    """With more keys than rows flash attention's mask begins elsewhere: another kernel takes them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
+    found = cuda_attention.forward(q, k, v, None, True, None)
+    torch.testing.assert_close(found, plain_attention.forward(q, k, v, None, True, None))
+    gradient = torch.randn_like(found[0])
+    made = cuda_attention.backward(gradient, q, k, v, *found, None, True, None)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *found, None, True, None))
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(1, 1, 9, 9, dtype=torch.bfloat16)], ids=["flash", "efficient"])
+def test_merged_results_are_rounded_to_the_type_that_kernels_read(bias: Tensor | None, half: None) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 9, HEAD, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = cuda_attention.forward(q, k, v, bias, False, None)
+    made = cuda_attention.backward(torch.ones_like(out).float(), q, k, v, out.float(), lse, bias, False, None)
+    assert [part.dtype for part in made] == [torch.bfloat16] * 3
+
+
 def test_dropout_is_left_to_its_kernel(half: None) -> None:
     def function(x: Tensor) -> Tensor:
         q, k, v = x.unflatten(-1, (3, HEAD)).unbind(2)
