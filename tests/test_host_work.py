@@ -208,5 +208,5 @@ def test_inputs_that_lie_otherwise_take_other_code(several: bool) -> None:
     """Code is found by how inputs lie, and reads them so."""
     segment, x = Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
     with interpreted():
-        for given in (x, x.t(), x, x.t()):
+        for given in (x, x.t(), x, x.t(), x.double(), x):
             assert torch.equal(segment(given, several=several)[0], given + 1)

@@ -43,14 +43,6 @@ PLACES = (
     ),
     Mutation(
         "rows",
-        "a slice keeps the distance between row and key",
-        "passes/analysis/masks.py",
-        "return known if all(start == 0 for start in starts) else self._anything(node)",
-        "return known",
-        ("test_masks.py::test_triangle_between_shifted_slices", "test_scores.py::test_parts_of_scores", "test_masks.py"),
-    ),
-    Mutation(
-        "rows",
         "a buffer's pattern survives that a row of it is repeated",
         "passes/analysis/masks.py",
         "return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]",
@@ -64,14 +56,6 @@ PLACES = (
         "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
         "        if not isinstance(length, int):\n",
         ("test_masks.py::test_near_misses", "test_dynamic_shapes.py::test_positions_that_are_joined"),
-    ),
-    Mutation(
-        "rows",
-        "pieces of dynamic lengths that are joined go on where the last ones end",
-        "passes/analysis/positions.py",
-        "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
-        "        if fact.offset != offset + factor * position:\n",
-        ("test_dynamic_shapes.py::test_positions_that_are_joined",),
     ),
 )
 COPIES = (
@@ -160,22 +144,6 @@ COPIES = (
     ),
     Mutation(
         "chunks",
-        "draws are repeated in chunks of another stage",
-        "passes/codegen/rewrite.py",
-        "if is_random(node) and node not in own and node.target is not draw_seed:",
-        "if False:",
-        ("test_dropout.py", "test_choices.py::test_gradients_at_every_level"),
-    ),
-    Mutation(
-        "chunks",
-        "a histogram from the least to the largest adds up",
-        "passes/operators/rules/reductions.py",
-        '    if not arguments["min"] < arguments["max"]:\n        return None\n',
-        "",
-        ("test_rules.py::test_rules_decline_what_they_do_not_cover", LAW),
-    ),
-    Mutation(
-        "chunks",
         "a row without keys has a weight",
         "streamfx/runtime/plain_attention.py",
         "(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()",
@@ -249,17 +217,6 @@ DYNAMIC = (
         "        start = max(start + length, 0) if isinstance(length, int) else None\n",
         "        start = 0\n",
         (MISLEADS,),
-    ),
-    Mutation(
-        "sizes",
-        "every size is a number that was seen when it was traced",
-        "streamfx/runtime/segments.py",
-        "            first = self._seen.setdefault(kinds, numbers)\n"
-        "            if first == numbers:\n"
-        "                return None\n"
-        "            return compiled(self.module, family_of(first, numbers) or single(numbers), numbers, inputs)",
-        "            return compiled(self.module, single(numbers), numbers, inputs)",
-        ("test_bodies.py",),
     ),
 )
 ROWS = (*PLACES, *COPIES, *TOTALS, *DYNAMIC)

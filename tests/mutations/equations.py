@@ -174,14 +174,6 @@ OPERANDS = (
     ),
     Mutation(
         "11",
-        "flipping twice along any dimensions is nothing",
-        NO_OPS,
-        "inner.target is aten.flip.default and inner.args[1] == node.args[1] else None",
-        "inner.target is aten.flip.default else None",
-        (ROW, "test_equations.py"),
-    ),
-    Mutation(
-        "11",
         "padding by as much as it cuts is nothing",
         NO_OPS,
         "return None if operand is None or is_moved else",

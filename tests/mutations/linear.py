@@ -17,7 +17,7 @@ LINEAR = (
         TABLE,
         "all(item in driven or _is_nothing(item) for item in _leaves(",
         "all(not isinstance(item, fx.Node) or item in driven or _is_nothing(item) for item in _leaves(",
-        (HOOKS, "test_linearity.py"),
+        ("test_linearity.py::test_hooks_on_logits",),
     ),
     Mutation(
         "8",
@@ -25,7 +25,7 @@ LINEAR = (
         TABLE,
         "return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)",
         "return True",
-        ("test_linearity.py", "test_multiples.py"),
+        ("test_linearity.py",),
     ),
     Mutation(
         "8",
@@ -34,7 +34,10 @@ LINEAR = (
         "            argument.has_default_value() and type(value) is type(argument.default_value)"
         " and value == argument.default_value\n",
         "            True\n",
-        ("test_linearity.py::test_an_argument_that_no_row_names", "test_linearity.py"),
+        (
+            "test_linearity.py::test_an_argument_that_no_row_names",
+            "test_linearity.py",
+        ),
     ),
     Mutation(
         "8",
@@ -54,30 +57,6 @@ LINEAR = (
     ),
     Mutation(
         "8",
-        "what is put twice into one place is linear",
-        TABLE,
-        "    return value is True\n",
-        "    return True\n",
-        ("test_linearity.py", "test_multiples.py"),
-    ),
-    Mutation(
-        "8",
-        "all gradients of a convolution are linear in its input",
-        TABLE,
-        "return list(value) == [False, True, False]",
-        "return True",
-        ("test_linearity.py",),
-    ),
-    Mutation(
-        "8",
-        "a driver may pass a selection of rows in two ways",
-        "passes/analysis/multiples.py",
-        " or not all(self._is_passed(node, gradient, driver) for node in is_kept.selections)",
-        "",
-        (NO_MULTIPLE, "test_multiples.py"),
-    ),
-    Mutation(
-        "8",
         "rows are driven through what mixes them",
         "passes/analysis/multiples.py",
         "        return not signature.is_special(letter) and all(",
@@ -90,7 +69,7 @@ LINEAR = (
         "passes/analysis/multiples.py",
         "        if self._waits_for_sums(ordered):\n            return None\n",
         "",
-        ("test_multiples.py", "test_one_pass.py"),
+        ("test_multiples.py",),
     ),
 )
 CASTS = (
@@ -101,14 +80,6 @@ CASTS = (
         "return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)",
         "return True",
         ("test_casts.py::test_row_numbers_are_what_they_are_taken_for",),
-    ),
-    Mutation(
-        "9",
-        "truth values and bytes are row numbers",
-        ROW_NUMBERS,
-        '    if index.meta["val"].dtype not in NUMBERS:  # truth values and bytes are masks\n        return None\n',
-        "",
-        ("test_casts.py", ROW),
     ),
     Mutation(
         "9",
@@ -132,15 +103,10 @@ CASTS = (
         EXPERTS,
         "    if isinstance(most, int):\n        return is_exact_in(dtype, 0, most)\n",
         "    if isinstance(most, int):\n        return True\n",
-        (COUNTS, "test_casts.py"),
-    ),
-    Mutation(
-        "9",
-        "experts may be numbered by fractions",
-        EXPERTS,
-        "    if not is_whole(keys, orders.values):\n",
-        "    if False:\n",
-        (COUNTS, WHOLE, "test_casts.py"),
+        (
+            "test_casts.py::test_experts_whose_counts_are_cast",
+            "test_casts.py::test_a_count_that_a_type_rounds_is_made_in_one_piece",
+        ),
     ),
     Mutation(
         "9",
@@ -148,7 +114,7 @@ CASTS = (
         EXPERTS,
         "    if orders.values.of(keys).low < 0:\n",
         "    if False:\n",
-        (WHOLE, "test_experts.py"),
+        ("test_experts.py::test_other_orders_and_counts_run_whole",),
     ),
     Mutation(
         "9",
@@ -156,7 +122,7 @@ CASTS = (
         EXPERTS,
         "none_beyond = high == count - 1 or orders.values.of(numbers).high < count",
         "none_beyond = True",
-        (WHOLE, "test_experts.py"),
+        ("test_experts.py::test_other_orders_and_counts_run_whole",),
     ),
     Mutation(
         "9",
@@ -172,7 +138,7 @@ CASTS = (
         "passes/operators/values/casts.py",
         "    return is_whole(source, values) and is_exact_in(dtype, known.low, known.high)\n",
         "    return True\n",
-        (COUNTS, "test_casts.py"),
+        ("test_casts.py::test_experts_whose_counts_are_cast",),
     ),
     Mutation(
         "9",

@@ -52,7 +52,7 @@ KERNELS = (
         CUDA,
         "if causal is True and query.shape[2] != key.shape[2]:",
         "if False:",
-        ("test_cuda_kernels.py",),
+        ("test_cuda_kernels.py::test_a_causal_mask_that_begins_at_the_first_row",),
     ),
     Mutation(
         "7",
@@ -60,7 +60,7 @@ KERNELS = (
         CUDA,
         "(layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))",
         "(layouts.widened(item, layouts.ALIGNED) for item in (gradient, out))",
-        ("test_cuda_kernels.py",),
+        ("test_cuda_kernels.py::test_merged_results_are_rounded_to_the_type_that_kernels_read",),
     ),
     Mutation(
         "7",
@@ -78,7 +78,7 @@ WRITTEN = (
         "passes/codegen/memory.py",
         'if not any(memory.meta.get("streamfx_mutated", False) for memory in memories(node) if memory.op == "placeholder"):',
         "if True:",
-        ("test_gradients.py", "test_memory.py", "test_steps.py"),
+        ("test_written.py",),
     ),
     Mutation(
         "14",
@@ -86,7 +86,10 @@ WRITTEN = (
         "passes/codegen/rewrite.py",
         'return node.op == "placeholder" and not node.meta.get("streamfx_mutated", False)',
         'return node.op == "placeholder"',
-        ("test_gradients.py", "test_memory.py", "test_steps.py"),
+        (
+            "test_written.py",
+            "test_gradients.py",
+        ),
     ),
     Mutation(
         "14",
@@ -94,7 +97,7 @@ WRITTEN = (
         "passes/codegen/memory.py",
         "            if own & held or any(map(_is_given, own)):\n",
         "            if False:\n",
-        ("test_memory.py",),
+        ("test_memory.py::test_gradients_are_accumulated_and_clipped",),
     ),
     Mutation(
         "14",
@@ -102,7 +105,7 @@ WRITTEN = (
         "passes/codegen/memory.py",
         "            if any(is_new) or any(shown.get(memory, before) != before for memory in own):\n",
         "            if False:\n",
-        ("test_memory.py",),
+        ("test_memory.py::test_outputs_are_written_to",),
     ),
     Mutation(
         "14",
@@ -110,7 +113,7 @@ WRITTEN = (
         "passes/codegen/reuse.py",
         "    return by_rows and not any(memories(output) & own for output in outputs)",
         "    return by_rows",
-        ("test_memory.py", "test_in_place.py"),
+        ("test_memory.py::test_a_slice_of_what_a_loop_is_given",),
     ),
 )
 SHOWN = (
@@ -144,7 +147,10 @@ SHOWN = (
         "passes/operators/aliasing.py",
         "target is torch.ops.aten._unsafe_view.default or is_view(target)",
         "is_view(target)",
-        ("test_results.py", "test_memory.py"),
+        (
+            "test_results.py::test_results_that_share_memory_do_so",
+            "test_results.py::test_views_of_any_length_show_eagers_rows",
+        ),
     ),
     Mutation(
         "views",
@@ -162,7 +168,7 @@ MARKS = (
         "passes/canonicalization/marks.py",
         "return writer.call(aten.conj_physical.default, node_argument(node))",
         "return writer.call(aten.clone.default, node_argument(node))",
-        ("test_results.py::test_numbers_that_are_marked_as_conjugates", "test_canonical.py"),
+        ("test_canonical.py::test_row",),
     ),
     Mutation(
         "marks",
@@ -170,7 +176,10 @@ MARKS = (
         "passes/canonicalization/marks.py",
         "return writer.call(aten.neg.default, node_argument(node))",
         "return writer.call(aten.clone.default, node_argument(node))",
-        ("test_canonical.py", "test_canonical_equations.py"),
+        (
+            "test_canonical.py::test_row",
+            "test_equations.py",
+        ),
     ),
     Mutation(
         "marks",
@@ -178,7 +187,10 @@ MARKS = (
         "passes/codegen/rewrite.py",
         'self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta["val"]) else made',
         "made",
-        ("test_results.py",),
+        (
+            "test_results.py::test_numbers_that_are_marked_as_conjugates",
+            "test_results.py::test_a_result_that_is_marked",
+        ),
     ),
     Mutation(
         "marks",
@@ -186,7 +198,10 @@ MARKS = (
         "streamfx/runtime/outer.py",
         "        if self._is_backward:\n            arguments[:] = map(unmarked, arguments)\n",
         "",
-        ("test_results.py",),
+        (
+            "test_results.py::test_numbers_that_are_marked_as_conjugates",
+            "test_results.py::test_a_result_that_is_marked",
+        ),
     ),
     Mutation(
         "marks",
@@ -220,7 +235,10 @@ SEGMENTS = (
         FORMS,
         "return n is not None and (self.family.at is None or self.holds(n))",
         "return n is not None",
-        ("test_bodies.py",),
+        (
+            "test_bodies.py::test_sizes_that_compilation_settles",
+            "test_bodies.py::test_inductor_settles_a_size",
+        ),
     ),
     Mutation(
         "segments",
@@ -228,7 +246,7 @@ SEGMENTS = (
         FORMS,
         "kinds.append((value.dtype, value.device, value.dim()))",
         "kinds.append((value.device, value.dim()))",
-        ("test_bodies.py", "test_host_work.py"),
+        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
         "segments",
@@ -236,7 +254,7 @@ SEGMENTS = (
         FORMS,
         "            numbers += strides_of(value)\n",
         "            numbers += strides_of(value.contiguous())\n",
-        ("test_bodies.py", "test_host_work.py"),
+        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
         "segments",
@@ -244,7 +262,7 @@ SEGMENTS = (
         "streamfx/torch_private/sizes.py",
         "        if number == like or replaced:  # what it was compiled for, at least\n            return number == like\n",
         "",
-        ("test_bodies.py",),
+        ("test_bodies.py::test_sizes_that_compilation_settles",),
     ),
 )
 ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS)
