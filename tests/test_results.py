@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
+from streamfx.runtime.as_traced import is_marked
+from streamfx.runtime.loop import Loop
 from tests.support import decoders
 from tests.support.decoders.parts import loss_of
 from tests.support.exactness import recorder
@@ -19,14 +22,14 @@ from tests.support.twins import batch
 
 
 class ReturnsHeads(decoders.Decoder):
-    """Heads beside the loss: what loops stack is dense, and what eager returns is a transposed view."""
+    """Heads beside the loss: what loops stack is dense, and what eager returns is a transposed view, or lies as one."""
 
     attention = decoders.CausalHeads
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         x = self.hidden(self.embed(ids))
         heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        return loss_of(self.head(x), labels), heads, x.permute(2, 0, 1)
+        return loss_of(self.head(x), labels), heads, x.permute(2, 0, 1), x.transpose(0, 1) * 2
 
 
 def test_results_have_eagers_strides() -> None:
@@ -155,6 +158,18 @@ class OfConjugates(nn.Module):
         q = self.up(x)[:, None]
         y = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
         return self.down(y).sin(), y.tanh()
+
+
+@pytest.fixture
+def given_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled of a loop's body reads memory: nothing that a loop is given may be marked."""
+    forward = Loop.forward
+
+    def looked_at(loop: Loop, *arguments: Any) -> tuple[Any, ...]:
+        assert not any(is_marked(item) for item in arguments if isinstance(item, Tensor))
+        return forward(loop, *arguments)
+
+    monkeypatch.setattr(Loop, "forward", looked_at)
 
 
 @pytest.mark.parametrize("compiler", [interpreted, pytest.param(nullcontext, marks=pytest.mark.long)])

@@ -82,17 +82,6 @@ WRITTEN = (
     ),
     Mutation(
         "14",
-        "the backward half makes values again from inputs that were written to",
-        "passes/codegen/rewrite.py",
-        'return node.op == "placeholder" and not node.meta.get("streamfx_mutated", False)',
-        'return node.op == "placeholder"',
-        (
-            "test_written.py",
-            "test_gradients.py",
-        ),
-    ),
-    Mutation(
-        "14",
         "gradients may be one memory",
         "passes/codegen/memory.py",
         "            if own & held or any(map(_is_given, own)):\n",
@@ -158,7 +147,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
         "value",
-        ("test_results.py::test_results_have_eagers_strides",),
+        ("test_memory.py::test_outputs_are_written_to",),
     ),
 )
 MARKS = (
