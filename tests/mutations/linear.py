@@ -63,14 +63,6 @@ LINEAR = (
         "        return all(",
         (NO_MULTIPLE,),
     ),
-    Mutation(
-        "8",
-        "a gradient may wait for a sum of its own rows",
-        "passes/analysis/multiples.py",
-        "        if self._waits_for_sums(ordered):\n            return None\n",
-        "",
-        ("test_multiples.py",),
-    ),
 )
 CASTS = (
     Mutation(

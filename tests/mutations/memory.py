@@ -132,17 +132,6 @@ SHOWN = (
     ),
     Mutation(
         "views",
-        "a product without a bias is memory of its own",
-        "passes/operators/aliasing.py",
-        "target is torch.ops.aten._unsafe_view.default or is_view(target)",
-        "is_view(target)",
-        (
-            "test_results.py::test_results_that_share_memory_do_so",
-            "test_results.py::test_views_of_any_length_show_eagers_rows",
-        ),
-    ),
-    Mutation(
-        "views",
         "results lie as loops make them",
         "passes/codegen/rewrite.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
@@ -247,9 +236,9 @@ SEGMENTS = (
     ),
     Mutation(
         "segments",
-        "a size that compilation settled holds for all",
+        "what compilation asked of a size holds for all",
         "streamfx/torch_private/sizes.py",
-        "        if number == like or replaced:  # what it was compiled for, at least\n            return number == like\n",
+        " and all(_is_met(item, symbol, number) for item in conditions)",
         "",
         ("test_bodies.py::test_sizes_that_compilation_settles",),
     ),
