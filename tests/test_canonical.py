@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.canonical import INF, NAN, Case, Function, check, plain, special
+from tests.support.canonical import INF, NAN, Case, Function, check, graphs, plain, special
 
 aten = torch.ops.aten
 
@@ -194,3 +194,10 @@ CASES = MOVES | FILLS | JOINS | LOOKUPS | SUMS
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str) -> None:
     check(CASES[name])
+
+
+def test_rows_that_are_gathered_are_not_counted_from_the_end() -> None:
+    _, after = graphs(LOOKUPS["gathered rows"])
+    x, numbers = LOOKUPS["gathered rows"].inputs
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        after(x, numbers - len(x))

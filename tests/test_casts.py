@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streamfx.passes.canonicalization.row_numbers import repeats
+from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, repeats
 from tests.support.masks import qkv
 from tests.support.sorted_experts import EXPERTS, SortedExperts, Spelling
 from tests.support.spread import spread
@@ -48,6 +49,27 @@ def test_row_numbers_are_found() -> None:
     assert _claimed(lambda x: torch.arange(9).to(torch.int32).long() + x, 9)[1] == {9: 1}
     assert _claimed(lambda x: (torch.arange(300) // 3).to(torch.int8).long() + x, 300)[1] == {100: 3}
     assert _claimed(lambda x: torch.arange(300).to(torch.int8).long() + x, 300)[1] == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float16, torch.int32])
+def test_what_counts_up_is_held_by_its_type(dtype: torch.dtype) -> None:
+    """An `arange` of a narrow type begins again, or stands still."""
+    for rows in (100, 200, 3000):
+        made = fx.Graph().call_function(torch.ops.aten.arange.default, (rows,), {"dtype": dtype})
+        made.meta["val"] = torch.empty(rows, dtype=dtype)
+        assert counts_up(made) is torch.equal(torch.arange(rows).to(dtype).long(), torch.arange(rows))
+
+
+def test_sums_into_rows_have_the_type_of_the_rows() -> None:
+    """Sums of small integers wrap; those of PyTorch's own choice do not."""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.zeros(2, 3, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x) * 1
+
+    graph = make_fx(function, tracing_mode="fake")(torch.full((4, 3), 100, dtype=torch.int8)).graph
+    (added,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_add.default)
+    made = looked_up_by_number(added, GraphWriter(graph).before(added))
+    assert made is not None and made.meta["val"].dtype == torch.int8
 
 
 def _claimed(function: Callable[[Tensor], Tensor], rows: int) -> tuple[Tensor, dict[int, int]]:

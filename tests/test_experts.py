@@ -121,6 +121,13 @@ class Padded(SortedExperts):
         return y.masked_fill((ids[order] >= len(self.up)).unsqueeze(1), 0.0)
 
 
+class Beyond(Padded):
+    """They are counted, and multiplied, as rows of the last expert."""
+
+    def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        return SortedExperts.between(self, rows, order, ends, ids.clamp(max=len(self.up) - 1))
+
+
 class Chosen(SortedExperts):
     """Groups put together from several positions, some of them put to the first expert."""
 
@@ -154,3 +161,7 @@ def test_groups_from_several_places() -> None:
 
 def test_rows_of_no_expert() -> None:
     checked(lambda: Padded(Spelling()), streams=True, layers=2)
+
+
+def test_rows_of_no_expert_that_the_last_bin_counts() -> None:
+    checked(lambda: Beyond(SPELLINGS["bins up to the count"]), streams=False)

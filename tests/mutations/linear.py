@@ -79,7 +79,7 @@ CASTS = (
         ROW_NUMBERS,
         'return bool(from_zero and is_exact_in(node.meta["val"].dtype, 0, longest(shape_of_node(node)[0])))',
         "return bool(from_zero)",
-        ("test_casts.py", ROW),
+        ("test_casts.py::test_what_counts_up_is_held_by_its_type",),
     ),
     Mutation(
         "9",
@@ -87,7 +87,7 @@ CASTS = (
         ROW_NUMBERS,
         'return writer.call(aten.sum.dim_IntList, apart, [1], dtype=node.meta["val"].dtype)',
         "return writer.call(aten.sum.dim_IntList, apart, [1])",
-        ("test_casts.py", ROW),
+        ("test_casts.py::test_sums_into_rows_have_the_type_of_the_rows",),
     ),
     Mutation(
         "9",
@@ -106,7 +106,7 @@ CASTS = (
         EXPERTS,
         "    if orders.values.of(keys).low < 0:\n",
         "    if False:\n",
-        ("test_experts.py::test_other_orders_and_counts_run_whole",),
+        ("test_experts.py::test_what_depends_on_the_order_runs_whole",),
     ),
     Mutation(
         "9",
@@ -114,7 +114,7 @@ CASTS = (
         EXPERTS,
         "none_beyond = high == count - 1 or orders.values.of(numbers).high < count",
         "none_beyond = True",
-        ("test_experts.py::test_other_orders_and_counts_run_whole",),
+        ("test_experts.py::test_rows_of_no_expert_that_the_last_bin_counts",),
     ),
     Mutation(
         "9",
@@ -154,7 +154,7 @@ CASTS = (
         ROW_NUMBERS,
         "        if not is_never_negative(index):\n",
         "        if False:\n",
-        ("test_assertions.py::test_numbers_are_refused_where_eager_refuses_them",),
+        ("test_canonical.py::test_rows_that_are_gathered_are_not_counted_from_the_end",),
     ),
 )
 ROWS = (*LINEAR, *CASTS)
