@@ -62,14 +62,20 @@ def test_what_counts_up_is_held_by_its_type(dtype: torch.dtype) -> None:
 
 def test_sums_into_rows_have_the_type_of_the_rows() -> None:
     """Sums of small integers wrap; those of PyTorch's own choice do not."""
+    made = _summed(lambda x: torch.zeros(2, 3, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x))
+    assert made is not None and made.meta["val"].dtype == torch.int8
 
-    def function(x: Tensor) -> Tensor:
-        return torch.zeros(2, 3, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x) * 1
 
+def test_sums_into_rows_begin_with_nothing_and_add_once() -> None:
+    assert _summed(lambda x: torch.ones(2, 3, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x)) is None
+    assert _summed(lambda x: torch.zeros(2, 3, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x, alpha=2)) is None
+
+
+def _summed(function: Callable[[Tensor], Tensor]) -> fx.Node | None:
+    """What a sum into rows equals, of bytes [4 3]."""
     graph = make_fx(function, tracing_mode="fake")(torch.full((4, 3), 100, dtype=torch.int8)).graph
     (added,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_add.default)
-    made = looked_up_by_number(added, GraphWriter(graph).before(added))
-    assert made is not None and made.meta["val"].dtype == torch.int8
+    return looked_up_by_number(added, GraphWriter(graph).before(added))
 
 
 def _claimed(function: Callable[[Tensor], Tensor], rows: int) -> tuple[Tensor, dict[int, int]]:

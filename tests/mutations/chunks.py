@@ -35,11 +35,11 @@ PLACES = (
     ),
     Mutation(
         "rows",
-        "an order that undoes another one has its letter",
+        "rows and keys are those that the maker of a mask took for them",
         "passes/analysis/masks.py",
         "if known is None or (known.cuts and not self._agrees(operand, user)):",
         "if known is None:",
-        ("test_masks_that_mislead.py::test_arithmetic_that_misleads",),
+        ("test_masks.py::test_swapped_rows_and_columns", "test_masks_that_mislead.py::test_patterns_of_buffers", "test_masks.py"),
     ),
     Mutation(
         "rows",

@@ -190,19 +190,11 @@ OPERANDS = (
     ),
     Mutation(
         "11",
-        "rows are written into nothing",
-        PERMUTATIONS,
-        'rows not in orders.reordered and not (arguments["accumulate"] and not is_zero(base)):',
-        "rows not in orders.reordered:",
-        ("test_experts.py",),
-    ),
-    Mutation(
-        "11",
         "a sum into rows begins with nothing",
         "passes/canonicalization/row_numbers.py",
         "    if index is None or not adds or not is_zero(base):\n",
         "    if index is None or not adds:\n",
-        (ROW, "test_casts.py"),
+        ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "11",
@@ -210,7 +202,7 @@ OPERANDS = (
         "passes/canonicalization/row_numbers.py",
         'adds = arguments.get("accumulate", arguments.get("alpha") == 1)',
         'adds = arguments.get("accumulate", True)',
-        (ROW, "test_casts.py"),
+        ("test_casts.py::test_sums_into_rows_begin_with_nothing_and_add_once",),
     ),
     Mutation(
         "11",
