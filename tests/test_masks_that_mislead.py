@@ -55,6 +55,9 @@ HIDDEN: dict[str, Callable[[], Tensor]] = {
     "a number that wraps": lambda: (j(torch.uint8) - i(torch.uint8)) > torch.tensor([255]).to(torch.uint8),
     "every other number": lambda: columns(T) > torch.arange(0, 2 * T, 2)[:, None],
     "one row, repeated": lambda: columns(T) > torch.arange(1)[:, None].expand(T, 1),
+    "pieces of which the second is the first": lambda: (
+        torch.cat([torch.arange(3), torch.arange(3), torch.arange(6, T)]) > rows(T)
+    ),
     "negative start of a slice": lambda: torch.arange(2 * T)[-T:][None] > rows(T) + T + 1,
     "start in front of the first": lambda: torch.arange(T)[-2 * T :][None] > rows(T) + 1,
     "transposed": lambda: (columns(T) > rows(T)).transpose(0, 1),

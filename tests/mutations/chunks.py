@@ -55,7 +55,7 @@ PLACES = (
         "passes/analysis/positions.py",
         "        if fact.offset != offset + factor * position or not isinstance(length, int):\n",
         "        if not isinstance(length, int):\n",
-        ("test_masks.py::test_near_misses", "test_dynamic_shapes.py::test_positions_that_are_joined"),
+        (MISLEADS,),
     ),
 )
 COPIES = (
