@@ -205,6 +205,23 @@ def test_a_complex_number_that_multiplies(number: complex) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(call(given), [given, *layer.parameters()]) for call in (compiled, function)))
 
 
+def test_gradients_that_are_marked_as_conjugates(given_as_they_lie: None) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4).double(), torch.randn(2, 13, 4, dtype=torch.float64)
+
+    def function(x: Tensor) -> Tensor:
+        q = layer(x)[:, None]
+        y = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        return torch.polar(y.tanh(), y)
+
+    compiled = torch.compile(function, backend="streambp", options={"chunk_size": 4, "bodies": "eager"})
+    weights = torch.polar(*torch.randn(2, 2, 13, 4, dtype=torch.float64))
+    found, wanted = (
+        torch.autograd.grad((call(x).conj() * weights).sum().abs(), [*layer.parameters()]) for call in (compiled, function)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
 MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a part of a buffer": lambda x, sine: sine[: x.shape[1], 1:],
     "memory that is read": lambda x, sine: x + sine.as_strided((x.shape[1], 4), (4, 2), 1),

@@ -155,6 +155,18 @@ def test_a_share_by_the_logarithm_of_the_sum(hidden: float) -> None:
     compare_function(function, qkv(), (2, 1, 4), streams=True, attention={"causal"})
 
 
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_means_of_shares(dim: int) -> None:
+    """Over keys, or over rows for each key: in each chunk a part of what all of them are divided by."""
+
+    def function(one: Tensor) -> Tensor:
+        q, k, v = one
+        shares = (q @ k.transpose(-2, -1)).masked_fill(columns(T) > rows(T), -INF).softmax(-1)
+        return ((shares @ v) * shares.mean(dim)[..., None]).pow(2).sum()
+
+    compare_function(function, qkv(), (2, 1, 4))
+
+
 @pytest.mark.parametrize("hidden", [-INF, torch.finfo(torch.float64).min])
 def test_slopes_per_head(hidden: float) -> None:
     """A bias that grows with the key's position, in the form in which one product adds it to the scores."""

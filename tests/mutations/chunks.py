@@ -35,14 +35,6 @@ PLACES = (
     ),
     Mutation(
         "rows",
-        "rows and keys are those that the maker of a mask took for them",
-        "passes/analysis/masks.py",
-        "if known is None or (known.cuts and not self._agrees(operand, user)):",
-        "if known is None:",
-        ("test_masks.py::test_swapped_rows_and_columns", "test_masks_that_mislead.py::test_patterns_of_buffers", "test_masks.py"),
-    ),
-    Mutation(
-        "rows",
         "a buffer's pattern survives that a row of it is repeated",
         "passes/analysis/masks.py",
         "return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]",
@@ -65,7 +57,7 @@ COPIES = (
         EMITTERS,
         "    share = call(aten.div.Scalar, (total, builder.number(mean_count(node, builder.layout))))\n",
         "    share = total\n",
-        ("test_scores.py", "test_found_at_random.py", LAW),
+        ("test_scores.py::test_means_of_shares",),
     ),
     Mutation(
         "chunks",
@@ -73,7 +65,7 @@ COPIES = (
         "passes/codegen/adders.py",
         '    if signature.combine != "mean":\n        return 1\n',
         "    return 1\n",
-        ("test_losses.py::test_mse_on_hidden_states", "test_losses.py::test_mean_pooling", LAW),
+        ("test_rules.py::test_law[aten.mean.dim]",),
     ),
     Mutation(
         "chunks",
@@ -81,7 +73,7 @@ COPIES = (
         EMITTERS,
         "return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))",
         "return emit_copy(builder, node)",
-        (LAW,),
+        ("test_rules.py::test_law[aten.squeeze.dim]",),
     ),
     Mutation(
         "chunks",
@@ -89,7 +81,11 @@ COPIES = (
         EMITTERS,
         "    moved = builder.number(diagonal + shift)\n",
         "    moved = builder.number(diagonal + 0 * shift)\n",
-        ("test_masks.py::test_triangle_between_shifted_slices", "test_scores.py", "test_counted_rows.py", LAW),
+        (
+            "test_rules.py::test_law[aten.tril.default]",
+            "test_masks.py",
+            "test_scores.py",
+        ),
     ),
     Mutation(
         "chunks",
@@ -97,7 +93,7 @@ COPIES = (
         SIZES,
         "    first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)\n",
         "    first = min(max((start - offset) // block, 0), rows)\n",
-        ("test_counted_rows.py", "test_host_work.py"),
+        ("test_counted_rows.py::test_rows_outside_of_the_sequence_see_what_lies_there",),
     ),
     Mutation(
         "chunks",
@@ -105,7 +101,7 @@ COPIES = (
         SIZES,
         "    last = rows if high is None or stop == length else min(max(stop + high - offset, 0), rows)\n",
         "    last = rows if high is None else min(max(stop + high - offset, 0), rows)\n",
-        ("test_counted_rows.py",),
+        ("test_counted_rows.py::test_rows_outside_of_the_sequence_see_what_lies_there",),
     ),
     Mutation(
         "chunks",
@@ -113,7 +109,7 @@ COPIES = (
         EMITTERS,
         "before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
         "before = builder.number(1)",
-        ("test_counted_rows.py",),
+        ("test_counted_rows.py::test_a_scan_begins_where_its_rows_begin",),
     ),
     Mutation(
         "chunks",
@@ -124,7 +120,7 @@ COPIES = (
         "        scanned = from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)\n"
         "        return JOINED[kind](carry, scanned) if first is not None else scanned\n"
         "    return from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)",
-        ("test_counted_rows.py::test_a_scan_goes_on_in_eagers_order", "test_counted_rows.py"),
+        ("test_counted_rows.py::test_a_scan_goes_on_in_eagers_order",),
     ),
     Mutation(
         "chunks",
@@ -174,7 +170,10 @@ TOTALS = (
         "passes/canonicalization/losses.py",
         "    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:",
         "    if False:",
-        ("test_precision.py::test_parts_of_a_sum_may_be_larger_than_the_sum", "test_canonical_equations.py::test_row"),
+        (
+            "test_precision.py::test_parts_of_a_sum_may_be_larger_than_the_sum",
+            "test_canonical_equations.py::test_row",
+        ),
     ),
     Mutation(
         "sums",
@@ -182,7 +181,7 @@ TOTALS = (
         "streamfx/runtime/scans.py",
         "return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype",
         "return dtype",
-        ("test_precision.py", LAW),
+        ("test_rules.py::test_law[aten.cumsum.default]",),
     ),
     Mutation(
         "sums",

@@ -136,7 +136,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "value if strides is None else forward.laid_out(value, output, strides)",
         "value",
-        ("test_memory.py::test_outputs_are_written_to",),
+        ("test_results.py::test_results_have_eagers_strides",),
     ),
 )
 MARKS = (
@@ -176,10 +176,7 @@ MARKS = (
         "streamfx/runtime/outer.py",
         "        if self._is_backward:\n            arguments[:] = map(unmarked, arguments)\n",
         "",
-        (
-            "test_results.py::test_numbers_that_are_marked_as_conjugates",
-            "test_results.py::test_a_result_that_is_marked",
-        ),
+        ("test_results.py::test_gradients_that_are_marked_as_conjugates",),
     ),
     Mutation(
         "marks",

@@ -63,6 +63,7 @@ class Copy:
     def pytest(self, node_ids: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
         """The exit status, and what was said; stops at the first failure."""
         log = self.folder / "output"
+        log.write_text("")  # what the last row left there is no answer
         process = _server().Process(target=_pytest, args=(self.folder, log, list(node_ids)))
         process.start()
         process.join(limit)
@@ -78,9 +79,10 @@ class Copy:
         begin = time.monotonic()
         with self.mutated(row):
             status, output = self.pytest(row.node_ids)
-        found = CAUGHT if status == TESTS_FAILED else NOT_CAUGHT if status == 0 else NO_RUN
         failed = re.search(r"^FAILED tests/(.*?)(?: - |$)", output, re.M)
-        return Outcome(row, found, time.monotonic() - begin, failed[1] if failed else "", output[-3000:])
+        test = failed[1] if failed and failed[1].startswith(row.tests) else ""
+        found = NOT_CAUGHT if status == 0 else CAUGHT if status == TESTS_FAILED and test else NO_RUN
+        return Outcome(row, found, time.monotonic() - begin, test, output[-3000:])
 
 
 def _server() -> ForkServerContext:
