@@ -214,3 +214,12 @@ def test_a_causal_mask_beside_a_scale_that_turns_scores_around(scale: float) -> 
 
     x = torch.randn(2, 17, 48, dtype=torch.float64, requires_grad=True)
     compare_function(function, [x], (5, 17), streams=True, attention={"causal"})
+
+
+def test_a_row_that_sees_no_key_has_no_weights() -> None:
+    q, k, v, gradient = torch.randn(4, 1, 2, 5, 4, dtype=torch.float64)
+    bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64).index_fill(2, torch.tensor(3), float("-inf"))
+    out, lse = plain.forward(q, k, v, bias, False, None)
+    made = plain.backward(gradient, q, k, v, out, lse, bias, False, None)
+    assert all(item.isfinite().all() for item in (out, *made))
+    assert not out[:, :, 3].any() and not made[0][:, :, 3].any()

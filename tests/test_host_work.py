@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from streamfx.ir.program import START, STOP
+from streamfx.ir.sizes import Real, Truth
 from streamfx.runtime import sizes
 from streamfx.runtime.chunks import Chunks, blocks_of, in_turn
 from streamfx.runtime.loop_code import LoopWriter
@@ -170,6 +171,12 @@ def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
     env = {"s0": length[0], "s1": step}
     computed = [[sizes.compiled_size(size)({**env, "start": one, "stop": other}) for size in wanted] for one, other in bounds]
     assert space["found"] == computed, lines
+
+
+def test_numbers_that_follow_from_sizes_need_not_be_whole() -> None:
+    n = sympy.Symbol("n", integer=True, positive=True)
+    assert sizes.compiled_size(Real(n * sympy.Float(0.25)))({"n": 5}) == 1.25
+    assert sizes.compiled_size(Truth(n > 3))({"n": 4}) is True
 
 
 def test_a_written_function_keeps_nothing() -> None:

@@ -59,6 +59,7 @@ HIDDEN: dict[str, Callable[[], Tensor]] = {
         torch.cat([torch.arange(3), torch.arange(3), torch.arange(6, T)]) > rows(T)
     ),
     "negative start of a slice": lambda: torch.arange(2 * T)[-T:][None] > rows(T) + T + 1,
+    "rows counted from the end": lambda: columns(T) > torch.arange(2 * T)[-T:][:, None],
     "start in front of the first": lambda: torch.arange(T)[-2 * T :][None] > rows(T) + 1,
     "transposed": lambda: (columns(T) > rows(T)).transpose(0, 1),
     "transposed beside itself": lambda: (columns(T) > rows(T)).transpose(0, 1) | (columns(T) > rows(T) + 2),

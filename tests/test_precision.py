@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from streamfx.runtime import scans
 from tests.support import decoders
 from tests.support.exactness import check_streamed, outcome
 from tests.support.twins import batch, compiled
@@ -88,3 +89,13 @@ def test_parts_of_a_sum_may_be_larger_than_the_sum(name: str, dtype: torch.dtype
     scale = truth.detach().abs().max() if name != "signs" else (x.abs().double() * 3000).sum(1).max()
     near = [float((found.detach().double() - truth.detach()).abs().max() / scale) for found in (own, eager)]
     assert own.isfinite().all() and near[0] <= 1.5 * near[1] + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_running_totals_keep_the_digits_that_operators_keep_inside(dtype: torch.dtype) -> None:
+    """A total in bfloat16 would stand still at 256."""
+    rows, found = torch.ones(1, 4000, dtype=dtype), list[Tensor]()
+    carry = torch.zeros(1, 1, dtype=scans.carry_type(dtype))
+    for number, chunk in enumerate(rows.split(8, 1)):
+        found.append(scans.advance("cumsum", False, chunk, 1, dtype, carry, 8 * number, None, 0))
+    assert torch.equal(torch.cat(found, 1), rows.cumsum(1))
