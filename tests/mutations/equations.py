@@ -31,7 +31,7 @@ SINKS = (
         COLUMN,
         TWO_SHARES,
         ONE_SHARE,
-        (NO_KEY, "test_scores.py::test_a_sink_as_low_as_what_is_hidden", OTHER_ROW),
+        ("test_scores.py::test_a_sink_over_rows_that_see_no_key",),
     ),
     Mutation(
         "10",
@@ -39,7 +39,7 @@ SINKS = (
         COLUMN,
         "    less = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)\n",
         "    less = zero\n",
-        ("test_scores.py",),
+        ("test_scores.py::test_a_sink_as_low_as_what_is_hidden",),
     ),
     Mutation(
         "10",
@@ -63,7 +63,7 @@ SINKS = (
         FUSED,
         " or not fits(column) or not _is_ordinary(column.column):",
         " or not fits(column):",
-        (SAME, "test_scores.py::test_a_sink_as_low_as_what_is_hidden"),
+        ("test_attention_with_sink.py::test_it_is_the_same",),
     ),
     Mutation(
         "sinks",
@@ -87,7 +87,7 @@ SINKS = (
         FUSED,
         "return found if found.fits_a_kernel() and _is_in_order(found) else None",
         "return found if found.fits_a_kernel() else None",
-        (SAME, "test_attention_with_sink.py"),
+        ("test_attention_with_sink.py::test_it_is_the_same",),
     ),
     Mutation(
         "sinks",
@@ -96,7 +96,7 @@ SINKS = (
         "            elif not is_turned(user, node) or not all(self._takes_turned(other, user) for other in user.users):\n"
         "                return False\n",
         "            else:\n                all(self._takes_turned(other, user) for other in user.users)\n",
-        ("test_attention_with_sink.py",),
+        ("test_attention_with_sink.py::test_it_is_the_same",),
     ),
     Mutation(
         "sinks",
@@ -104,7 +104,7 @@ SINKS = (
         "passes/canonicalization/spelled_attention.py",
         "fits = shape_of_node(node) == _joined(shape) and (",
         "fits = (",
-        (SAME, "test_attention_with_sink.py"),
+        ("test_attention_with_sink.py::test_it_is_the_same",),
     ),
     Mutation(
         "sinks",
@@ -112,7 +112,7 @@ SINKS = (
         "passes/canonicalization/spelled_attention.py",
         " or self.values is None or not shape_of_node(self.values)[-1]:",
         " or self.values is None:",
-        (SAME, "test_attention_with_sink.py"),
+        ("test_attention_with_sink.py::test_it_is_the_same",),
     ),
 )
 OPERANDS = (
@@ -178,7 +178,7 @@ OPERANDS = (
         NO_OPS,
         "return None if operand is None or is_moved else",
         "return None if operand is None else",
-        (ROW, "test_equations.py"),
+        ("test_canonical.py::test_row",),
     ),
     Mutation(
         "11",
@@ -186,7 +186,7 @@ OPERANDS = (
         PERMUTATIONS,
         '    if len(shape_of_node(keys)) != 1 or arguments["descending"]:\n',
         "    if len(shape_of_node(keys)) != 1:\n",
-        ("test_experts.py::test_other_orders_and_counts_run_whole", "test_experts.py"),
+        ("test_experts.py::test_other_orders_and_counts_run_whole",),
     ),
     Mutation(
         "11",
@@ -210,7 +210,7 @@ OPERANDS = (
         "passes/canonicalization/driver.py",
         "sign = math.copysign(1.0, item) if isinstance(item, float) else None",
         "sign = None",
-        (ROW, "test_whole.py"),
+        ("test_canonical.py::test_row",),
     ),
     Mutation(
         "11",

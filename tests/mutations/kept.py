@@ -14,7 +14,7 @@ PASSES = (
         BACKEND,
         "        options = replace(options, chunk_size=cut.rows, loss_chunk_size=cut.rows)\n",
         "",
-        ("test_agreement.py",),
+        ("test_agreement.py::test_what_was_found_is_found_again",),
     ),
     Mutation(
         "4",
@@ -30,7 +30,7 @@ PASSES = (
         "streamfx/lazy/rebuild.py",
         "            self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks\n            return self.in_chunks",
         "            return in_chunks",
-        ("test_agreement.py",),
+        ("test_agreement.py::test_what_was_found_is_found_again",),
     ),
     Mutation(
         "4",
@@ -57,7 +57,7 @@ STATE = (
         "streamfx/runtime/mask_programs.py",
         "return Mask(self, inputs, _looks.get() or Looks())",
         'return Mask(self, inputs, self.__dict__.setdefault("looks", Looks()))',
-        ("test_threads.py::test_masks_of_several_threads", "test_visible.py", "test_host_work.py", "test_dynamic_shapes.py"),
+        ("test_visible.py::test_a_mask_is_looked_at_once_per_chunk",),
     ),
     Mutation(
         "5",
@@ -123,7 +123,7 @@ CHANGES = (
         FINGERPRINT,
         "return None not in (self.version, version) and version != self.version",
         "return False",
-        ("test_changed_weights.py", "test_deferred_lifetime.py"),
+        ("test_deferred_lifetime.py::test_a_changed_parameter_is_noticed",),
     ),
 )
 LENGTHS = (
@@ -159,7 +159,7 @@ SETTINGS = (
         OPTIONS,
         "        _of_context.set((*_of_context.get(), self._blocks[-1]))",
         "        _of_process.append(self._blocks[-1])",
-        ("test_configure.py",),
+        ("test_configure.py::test_blocks_left_in_another_order_than_entered",),
     ),
     Mutation(
         "13",
@@ -167,7 +167,7 @@ SETTINGS = (
         OPTIONS,
         "        left.is_open = False  # where",
         "        left.is_open = True  # where",
-        ("test_configure.py",),
+        ("test_configure.py::test_a_block_that_is_left_in_another_context_is_off",),
     ),
     Mutation(
         "13",
@@ -183,7 +183,7 @@ SETTINGS = (
         "streamfx/runtime/rng.py",
         'return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")',
         "return torch.randint(0, 2**62, (), dtype=torch.int64)",
-        ("test_configure.py",),
+        ("test_configure.py::test_seeds_are_drawn_on_the_cpu",),
     ),
 )
 ROWS = (*PASSES, *STATE, *CHANGES, *LENGTHS, *SETTINGS)

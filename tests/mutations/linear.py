@@ -5,10 +5,9 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 TABLE, ROW_NUMBERS = "passes/operators/linearity.py", "passes/canonicalization/row_numbers.py"
-EXPERTS, WHOLE = "passes/canonicalization/experts.py", "test_experts.py::test_other_orders_and_counts_run_whole"
+EXPERTS = "passes/canonicalization/experts.py"
 ROW = "test_canonical.py::test_row"
-NO_MULTIPLE, HOOKS = "test_multiples.py::test_no_multiple", "test_linearity.py::test_hooks_on_logits"
-COUNTS = "test_casts.py::test_experts_whose_counts_are_cast"
+NO_MULTIPLE = "test_multiples.py::test_no_multiple"
 
 LINEAR = (
     Mutation(
@@ -25,7 +24,7 @@ LINEAR = (
         TABLE,
         "return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)",
         "return True",
-        ("test_linearity.py",),
+        ("test_linearity.py::test_linear",),
     ),
     Mutation(
         "8",
@@ -34,10 +33,7 @@ LINEAR = (
         "            argument.has_default_value() and type(value) is type(argument.default_value)"
         " and value == argument.default_value\n",
         "            True\n",
-        (
-            "test_linearity.py::test_an_argument_that_no_row_names",
-            "test_linearity.py",
-        ),
+        ("test_linearity.py::test_an_argument_that_no_row_names",),
     ),
     Mutation(
         "8",
@@ -95,10 +91,7 @@ CASTS = (
         EXPERTS,
         "    if isinstance(most, int):\n        return is_exact_in(dtype, 0, most)\n",
         "    if isinstance(most, int):\n        return True\n",
-        (
-            "test_casts.py::test_experts_whose_counts_are_cast",
-            "test_casts.py::test_a_count_that_a_type_rounds_is_made_in_one_piece",
-        ),
+        ("test_casts.py::test_experts_whose_counts_are_cast",),
     ),
     Mutation(
         "9",
@@ -122,7 +115,7 @@ CASTS = (
         EXPERTS,
         "if counted is None or _same_numbers(orders, counted) is not _same_numbers(orders, keys):",
         "if counted is None:",
-        (WHOLE, COUNTS),
+        ("test_casts.py::test_experts_whose_counts_are_cast",),
     ),
     Mutation(
         "9",

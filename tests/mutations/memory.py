@@ -6,10 +6,7 @@ from tests.mutations.row import Mutation
 
 CUDA, FORMS = "streamfx/runtime/cuda_attention.py", "streamfx/runtime/forms.py"
 STREAM = "test_cuda_kernels.py::test_kernels_stream"
-VIEWS, SHARE = (
-    "test_results.py::test_views_of_any_length_show_eagers_rows",
-    "test_results.py::test_results_that_share_memory_do_so",
-)
+VIEWS = "test_results.py::test_views_of_any_length_show_eagers_rows"
 LIE = "lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])\n"
 PREPARED = "        run = self._ready.get(lie) or self._prepared(given, lie, "
 
@@ -44,7 +41,7 @@ KERNELS = (
         CUDA,
         "bias = layouts.aligned(layouts.widened(bias, BIAS_ALIGNMENT))[..., :keys]",
         "bias = bias[..., :keys]",
-        (STREAM, "test_cuda_kernels.py::test_masks_of_data_stream"),
+        ("test_cuda_kernels.py::test_kernels_stream",),
     ),
     Mutation(
         "7",
@@ -68,7 +65,7 @@ KERNELS = (
         CUDA,
         "        scale = query.shape[-1] ** -0.5 if scale is None else scale\n    query",
         "        pass\n    query",
-        ("test_cuda_kernels.py",),
+        ("test_cuda_kernels.py::test_a_chunk_takes_one_call",),
     ),
 )
 WRITTEN = (
@@ -78,7 +75,7 @@ WRITTEN = (
         "passes/codegen/memory.py",
         'if not any(memory.meta.get("streamfx_mutated", False) for memory in memories(node) if memory.op == "placeholder"):',
         "if True:",
-        ("test_written.py",),
+        ("test_written.py::test_the_backward_half_has_what_was_read",),
     ),
     Mutation(
         "14",
@@ -120,7 +117,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "            if place is not None and not isinstance(place[0], Elsewhere):\n",
         "            if False:\n",
-        (VIEWS, SHARE),
+        ("test_results.py::test_views_of_any_length_show_eagers_rows",),
     ),
     Mutation(
         "views",
@@ -128,7 +125,7 @@ SHOWN = (
         "passes/codegen/rewrite.py",
         "        if len(alike) > 1 and same_type:\n",
         "        if False:\n",
-        (VIEWS, SHARE),
+        ("test_results.py::test_results_that_share_memory_do_so",),
     ),
     Mutation(
         "views",
@@ -154,10 +151,7 @@ MARKS = (
         "passes/canonicalization/marks.py",
         "return writer.call(aten.neg.default, node_argument(node))",
         "return writer.call(aten.clone.default, node_argument(node))",
-        (
-            "test_canonical.py::test_row",
-            "test_equations.py",
-        ),
+        ("test_canonical.py::test_row",),
     ),
     Mutation(
         "marks",
@@ -165,10 +159,7 @@ MARKS = (
         "passes/codegen/rewrite.py",
         'self._unmarked(outer, made) if is_tensor(node) and is_marked(node.meta["val"]) else made',
         "made",
-        (
-            "test_results.py::test_numbers_that_are_marked_as_conjugates",
-            "test_results.py::test_a_result_that_is_marked",
-        ),
+        ("test_results.py::test_numbers_that_are_marked_as_conjugates",),
     ),
     Mutation(
         "marks",
@@ -210,10 +201,7 @@ SEGMENTS = (
         FORMS,
         "return n is not None and (self.family.at is None or self.holds(n))",
         "return n is not None",
-        (
-            "test_bodies.py::test_sizes_that_compilation_settles",
-            "test_bodies.py::test_inductor_settles_a_size",
-        ),
+        ("test_bodies.py::test_inductor_settles_a_size",),
     ),
     Mutation(
         "segments",
