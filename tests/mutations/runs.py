@@ -105,8 +105,7 @@ def _pytest(folder: Path, log: Path, node_ids: list[str]) -> None:
     import pytest
 
     status = pytest.main(["-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *node_ids])
-    sys.stdout.flush()
-    os._exit(status)
+    sys.exit(status)
 
 
 @contextmanager
