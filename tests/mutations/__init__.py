@@ -36,5 +36,7 @@ KINDS = {
     "views": "returned views, and memory that results share",
     "marks": "conjugates and negatives that are only marked",
     "segments": "stretches compiled for other sizes, strides or types",
+    "keys": "values of positions that are made for too few keys",
+    "shards": "what is known of a shard, taken for the whole",
 }
 ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS)

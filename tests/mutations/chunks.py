@@ -181,7 +181,7 @@ DYNAMIC = (
         "sizes",
         "all numbers that follow from lengths are whole",
         SIZES,
-        "return {Real: float, Truth: bool}.get(type(size), int)",
+        "return kinds.get(type(size), int)",
         "return int",
         ("test_host_work.py::test_numbers_that_follow_from_sizes_need_not_be_whole",),
     ),

@@ -172,9 +172,9 @@ MARKS = (
     Mutation(
         "marks",
         "marked memory that is returned is streamed",
-        "passes/canonicalization/opaque.py",
-        "return next((value for value in read if any(map(_is_marked, _shown_by(value)))), None)",
-        "return None",
+        "passes/canonicalization/marks.py",
+        "marked = next((value for value in read if any(map(_is_marked, shown_by(value)))), None)",
+        "marked = None",
         ("test_results.py::test_a_result_that_is_marked",),
     ),
 )
@@ -183,16 +183,8 @@ SEGMENTS = (
         "segments",
         "inputs that lie in another order take the same code",
         "streamfx/runtime/segments.py",
-        f"{LIE}{PREPARED}several=False)",
-        f"{LIE.replace(', value.stride()', '')}{PREPARED}several=False)",
-        ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
-    ),
-    Mutation(
-        "segments",
-        "inputs that lie in another order take the same code, where chunks have several lengths",
-        "streamfx/runtime/segments.py",
-        f"{LIE}{PREPARED}several=True)",
-        f"{LIE.replace(', value.stride()', '')}{PREPARED}several=True)",
+        f"{LIE}{PREPARED}several)",
+        f"{LIE.replace(', value.stride()', '')}{PREPARED}several)",
         ("test_host_work.py::test_inputs_that_lie_otherwise_take_other_code",),
     ),
     Mutation(
@@ -228,4 +220,14 @@ SEGMENTS = (
         ("test_bodies.py::test_sizes_that_compilation_settles",),
     ),
 )
-ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS)
+SHARDS = (
+    Mutation(
+        "shards",
+        "a gathered buffer has the pattern of its shard",
+        "passes/canonicalization/unshard.py",
+        'known = {name: value for name, value in primal.meta.items() if name != "streamfx_pattern"}',
+        "known = dict(primal.meta)",
+        ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
+    ),
+)
+ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS, *SHARDS)

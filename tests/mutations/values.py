@@ -10,6 +10,24 @@ POSITIONS, TRANSFER = "passes/analysis/positions.py", "passes/operators/values/t
 MASKS, RANGES = "passes/analysis/masks.py", "streamfx/ir/ranges.py"
 INTERVALS, ARITHMETIC = "passes/analysis/intervals.py", "passes/operators/values/arithmetic.py"
 
+KEYS = (
+    Mutation(
+        "keys",
+        "what is made of positions goes by key",
+        "passes/analysis/causality.py",
+        "    return keys.isdisjoint(mixed)",
+        "    return True",
+        ("test_over_keys.py::test_all_keys_are_seen_where_an_operator_looks_at_others",),
+    ),
+    Mutation(
+        "keys",
+        "what follows on a softmax of positions is made for the keys that are asked for",
+        "passes/analysis/causality.py",
+        "node in axes.static and others.isdisjoint(producers) and _goes_by_key",
+        "node in axes.static and _goes_by_key",
+        ("test_over_keys.py::test_all_keys_are_seen_where_an_operator_looks_at_others",),
+    ),
+)
 ARGUMENTS = (
     Mutation(
         "1",
@@ -192,4 +210,4 @@ NUMBERS = (
         ("test_masks_that_mislead.py::test_a_zero_that_is_counted",),
     ),
 )
-ROWS = (*ARGUMENTS, *TYPES, *NUMBERS)
+ROWS = (*KEYS, *ARGUMENTS, *TYPES, *NUMBERS)
