@@ -131,7 +131,14 @@ def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMes
     assert found["unshard"].count("weight primals") == 3 and found["unshard"].count("gradient of") >= 3
 
 
-@pytest.mark.parametrize("change", [lambda k: 1 - k, lambda k: (k == 0).to(torch.uint8), lambda k: (1 - k).roll(1, 1)])
+CHANGES: list[Callable[[Tensor], Tensor]] = [
+    lambda k: torch.cat((k[6:], k[:6])),
+    lambda k: k.t().contiguous(),
+    lambda k: (k.flip(0) != 0).to(torch.uint8),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor]) -> None:
     """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -156,7 +163,7 @@ class GathersMask(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         everybody: Any = dist.group.WORLD
-        hidden = all_gather_tensor(self.change(self.mask), 0, everybody) != 0
+        hidden = all_gather_tensor(self.change(self.mask), 0, everybody) == 0
         q = self.layer(x)
         return (q @ q.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1) @ q
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, fx
 
 from streamfx.runtime import segments
@@ -19,10 +20,10 @@ from streamfx.torch_private.sizes import Shapes
 
 def for_one_size(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """Stands for `compile_for_one_size`: the code is for inputs that lie as `tensors` do."""
-    strides = [_strides(tensor.shape, tensor.stride()) for tensor in tensors]
+    lie = [(tensor.dtype, _strides(tensor.shape, tensor.stride())) for tensor in tensors]
 
     def run(*given: Tensor) -> Any:
-        _checked(given, strides)
+        _checked(given, lie)
         return graph(*given)
 
     return run
@@ -32,7 +33,7 @@ def for_sizes(graph: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callabl
     """Stands for `compile_for_sizes`: the code is for inputs that lie as `shapes` says for the number that comes first."""
 
     def run(number: int, *given: Tensor) -> Any:
-        _checked(given, [_strides(size, stride) for size, stride, _ in shapes(number)])
+        _checked(given, [(like.dtype, _strides(size, stride)) for size, stride, like in shapes(number)])
         return graph(number, *given)
 
     return run, any_size
@@ -43,10 +44,10 @@ def _strides(size: Sequence[int], stride: Sequence[int]) -> list[int | None]:
     return [step if length > 1 else None for length, step in zip(size, stride, strict=True)]
 
 
-def _checked(given: Sequence[Tensor], strides: Sequence[Sequence[int | None]]) -> None:
-    for tensor, wanted in zip(given, strides, strict=True):
+def _checked(given: Sequence[Tensor], lie: Sequence[tuple[torch.dtype, Sequence[int | None]]]) -> None:
+    for tensor, wanted in zip(given, lie, strict=True):
         assert not tensor.is_conj() and not tensor.is_neg(), "memory holds other numbers than these"
-        assert _strides(tensor.shape, tensor.stride()) == wanted, "code that is compiled for other strides"
+        assert (tensor.dtype, _strides(tensor.shape, tensor.stride())) == wanted, "code that is compiled for other inputs"
 
 
 @contextmanager
