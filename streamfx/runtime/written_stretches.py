@@ -32,7 +32,8 @@ from streamfx.runtime.written import Call, Step, Text, drop, dying, end, write
 Stretches = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
 CHANGED = (
     "a tensor that is needed for computing gradients has been modified by an inplace operation while they were computed: {name} "
-    "is at version {now}, {before} was expected. A hook on a parameter may write to that parameter alone"
+    "is at version {now}, {before} was expected. A hook on a parameter may write to that parameter alone; for others that write, "
+    "ask for gradients='at once'"
 )
 
 
