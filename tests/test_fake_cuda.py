@@ -92,7 +92,7 @@ CASES = {
     "a hybrid with flash attention, packed": flash(BAMBA, EFFICIENT, CAUSAL, given="positions"),
     "a hybrid on a T4": Case({"model": BAMBA, "device": "t4"}, {"math"}, set(), CAUSAL),
 }
-DEFAULT = ("Qwen3 on an H100", "Qwen3 with flash attention, packed", "GPT-OSS with flex attention")
+DEFAULT = ("Qwen3 on an H100", "Qwen3 with flash attention, packed")
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.long) for name in CASES])
