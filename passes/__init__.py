@@ -3,7 +3,7 @@
 if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,11 +87,15 @@ def run_pipeline(capture: Callable[[], Facts], options: Options, after: Callable
     whole: dict[str, str] = {}
     while True:
         try:
-            return _within_budget(lambda: replace(capture(), whole=dict(whole)), options, after)
+            return _within_budget(lambda: _with_whole(capture(), whole), options, after)
         except RunsWhole as found:
             if found.name in whole:
                 raise
             whole[found.name] = found.why
+
+
+def _with_whole(facts: Facts, whole: Mapping[str, str]) -> Facts:
+    return replace(facts, whole={**facts.whole, **whole})
 
 
 def _within_budget(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.agreement import Exchange, run_agreed, written_by_all
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
@@ -101,6 +102,7 @@ class Compilation:
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
+    exchange: Exchange = written_by_all
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
@@ -269,8 +271,8 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            facts = run_pipeline(capture, self.options, after=show_product)
-        except OverBudget:
+            facts = run_agreed(partial(run_pipeline, options=self.options, after=show_product), capture, self.exchange)
+        except (OverBudget, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from textwrap import shorten
 from types import MappingProxyType
 
+OTHERWISE = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
 LONGEST = 300  # letters of what another's error says
 
 
@@ -64,7 +65,7 @@ class TurnedOutput(StreamFXError, RuntimeError):
 
 
 class RanksDiffer(StreamFXError, RuntimeError):
-    """A graph with collectives could not be analysed on this rank.
+    """A graph with collectives could not be analysed on a rank, or not all ranks have compiled it.
 
     Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
     one for ever, or be handed other values than they asked for.
@@ -76,7 +77,23 @@ class RanksDiffer(StreamFXError, RuntimeError):
         return RanksDiffer(
             "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
             found=told(error),
-            do="please report this; until it is mended, compile with backend='aot_eager' on all ranks",
+            do=OTHERWISE,
+        )
+
+    @staticmethod
+    def elsewhere(found: str) -> RanksDiffer:
+        """What is raised where another rank has failed with an error."""
+        return RanksDiffer(
+            "all ranks have to run the same collectives, and another rank could not analyse this graph", found, do=OTHERWISE
+        )
+
+    @staticmethod
+    def without(error: BaseException) -> RanksDiffer:
+        """What is raised where other ranks do not say what they run."""
+        return RanksDiffer(
+            "ranks that reduce rows have to compile the same graphs in the same order, so that they can compare them",
+            found=str(error),
+            do="see that all ranks call the model with inputs of the same sizes, and with the same code around it",
         )
 
 

@@ -33,11 +33,11 @@ def twins(**arguments: Any) -> tuple[Decoder, Decoder]:
     return copy.deepcopy(truth), truth
 
 
-def in_eager(model: nn.Module, truth: nn.Module, groups: int | None = None) -> Step:
+def in_eager(model: nn.Module, truth: nn.Module, groups: int | None = None, length: int = 4 * CHUNK) -> Step:
     """A step with checkpointed layers."""
     for own in (model, truth):
         own.is_checkpointed = True  # type: ignore[assignment]
-    return step(model, model, truth, 4 * CHUNK, groups)
+    return step(model, model, truth, length, groups)
 
 
 def simple_fsdp() -> dict[str, Step]:

@@ -19,6 +19,7 @@ from tests.support.canonical import Case, graphs, plain
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 
 aten = torch.ops.aten
+all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
 CASES = test_canonical.CASES | test_canonical_equations.CASES
 ROWS = {row.name: row for row in (*TABLE, *WHERE_NO_KERNEL_DOES)}
 
@@ -43,6 +44,10 @@ def of_documents(softcap: float) -> Case:
 
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
+    "reduced over ranks": (
+        Case(lambda x: wait_tensor(all_reduce(x, "sum", "0")), (plain(4, 3),)),
+        Case(lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)), (plain(4, 3),)),
+    ),
     "copied over": (CASES["copied over"], CASES["copied over another type"]),
     "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
     "marked negative": (CASES["a conjugate's imaginary part"], Case(lambda x: -x + 1, (plain(4, 3),))),

@@ -27,6 +27,7 @@ from streamfx.ir.signature import Letter, Signature, Tile, Whole
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
+from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, Rule, rule_for
 from streamfx.passes.operators.traits import is_moved_elements, is_random, producer_of
@@ -223,7 +224,7 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """
     static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
-        if is_random(node):
+        if is_random(node) or is_collective(node):  # what other ranks hold is nothing that follows from this one's integers
             continue
         if all(source in static for source in node.all_input_nodes):
             static.add(node)

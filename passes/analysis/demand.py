@@ -22,6 +22,7 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Scan, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product, quotient
+from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.fillers import FILLERS
 from streamfx.passes.operators.opaque import is_part_of_opaque
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements, is_random
@@ -32,6 +33,7 @@ CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins the
 JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
 COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
+REDUCES_PAIRS = "rows by keys are reduced over ranks, and which keys a chunk sees is found on each rank by itself"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 
@@ -240,6 +242,11 @@ class _Analysis:
             return outside
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
+        if is_reduced_over_ranks(node) and Role.KEYS in roles.values():
+            self.reasons[node] = REDUCES_PAIRS
+            return outside
+        if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is Form.WHOLE:  # it is there: once for all of its rows
+            return outside
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
                 self.reasons[node] = self._why_whole(node, signature)

@@ -25,6 +25,7 @@ from streamfx.passes.canonicalization import (
     no_ops,
     one_hot,
     opaque,
+    over_ranks,
     reversed_scans,
     row_numbers,
     scattered,
@@ -41,6 +42,7 @@ from streamfx.runtime.rng import draw_seed
 TABLE: tuple[Equation, ...] = (
     flex.flex_attention,
     opaque.result_within_a_result,
+    over_ranks.reduced_over_ranks,
     no_ops.alias,
     marks.marked_conjugate,
     marks.marked_negative,

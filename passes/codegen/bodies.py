@@ -36,6 +36,7 @@ from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
 from streamfx.passes.codegen.adders import ADDERS, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
+from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
 from streamfx.passes.partition.regions import LoopContent, is_loop_value
 from streamfx.runtime import buffers as buffer_ops
@@ -315,6 +316,7 @@ class BodyBuilder(BodyInputs):
         yields += [Kept(buffer, self.buffers[buffer].dtype) for buffer in self.states.values()]
         leaves = [*stacked, *kept]
         self.graph.output(tuple(outputs))
+        wait_late(self.graph)
         body = LazyGraphModule(torch.nn.Module(), self.graph)
         self.symbols |= free_symbols([self.length])
         if not isinstance(chunk_size, int):

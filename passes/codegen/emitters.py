@@ -16,12 +16,14 @@ from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import size_of
 from streamfx.passes.codegen.adders import arranged, mean_count
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
+from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.rules.attention import M, N
 from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
 from streamfx.passes.operators.rules.views import vanishing
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, single_rows, windows
+from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence
@@ -261,6 +263,16 @@ def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     x, y, group = builder.operands(node)
     return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3])))
+
+
+@emits(ALL_REDUCE)
+def all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Begun at once; `waits.py` moves the wait to where somebody needs the result."""
+    (operand,) = builder.operands(node)
+    begun = builder.graph.call_function(begin, (operand, *node.args[1:]))
+    value, placements = node.meta["val"], builder.layout.placements(node)
+    begun.meta[REDUCED] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
+    return builder.graph.call_function(end, (begun,))
 
 
 @emits(ATTENTION)

@@ -24,6 +24,7 @@ from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, Number, Program, Same
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
+from streamfx.runtime.collectives import begin
 from streamfx.runtime.compiled import CompiledBody, segment_call, single_call
 from streamfx.runtime.written import Call
 from streamfx.torch_private import OpOverload
@@ -77,7 +78,7 @@ class _Parts:
                 self.level[node] = 0
             elif node.op in CALLS:
                 ready = max((self._ready_at(source) for source in node.all_input_nodes), default=0)
-                self.level[node] = BEFORE if self._is_opening(node) else ready
+                self.level[node] = BEFORE if self._is_opening(node) else max(ready, self._after_others(node))
         self._join()
 
     def is_compiled(self, node: fx.Node) -> bool:
@@ -108,6 +109,10 @@ class _Parts:
     def _ready_at(self, source: fx.Node) -> int:
         """The first segment that can use a value: the runtime's operators run after the segment of their own level."""
         return self.level[source] + (source.op in CALLS and not self.is_compiled(source))
+
+    def _after_others(self, node: fx.Node) -> int:
+        """Reductions over ranks begin in the order of the body, whoever runs it: a rank without a compiler runs it as it is."""
+        return max((self.level[other] for other in self.level if other.target is begin), default=0) if node.target is begin else 0
 
     def _join(self) -> None:
         """Move segments into the next one where nothing between them needs their values, or can wait as well."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.passes.operators.traits import is_random
+from streamfx.runtime.collectives import ALL_REDUCE
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -22,7 +23,9 @@ REDUCTIONS = (
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
+ALL_REDUCES = ("_c10d_functional::all_reduce",)
 WAIT = "_c10d_functional::wait_tensor"
+ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all that torch knows but those with factors
 LINEAR_REDUCTIONS = ("sum", "avg")
 PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
     {
@@ -44,7 +47,12 @@ PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
 
 def is_collective(node: fx.Node) -> bool:
     """In Dynamo's graphs, too, where operators have no overloads yet."""
-    return node.op == "call_function" and str(node.target).split(".")[0] in NAMESPACES
+    return node.op == "call_function" and (str(node.target).split(".")[0] in NAMESPACES or is_reduced_over_ranks(node))
+
+
+def is_reduced_over_ranks(node: fx.Node) -> bool:
+    """Whether a value is reduced over ranks by the operator that may stand in a loop."""
+    return node.target is ALL_REDUCE
 
 
 def has_collectives(graph: fx.Graph) -> bool:
@@ -58,6 +66,17 @@ def is_gather(node: fx.Node) -> bool:
 
 def is_reduction(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() in REDUCTIONS
+
+
+def is_all_reduce(node: fx.Node) -> bool:
+    """Whether a value is reduced over ranks element by element; it has to be waited for."""
+    return isinstance(node.target, OpOverload) and node.target.name() in ALL_REDUCES
+
+
+def groups_of(graph: fx.Graph) -> list[str]:
+    """The groups of ranks over which a graph reduces element by element, by name."""
+    found = (node.args[2] for node in graph.nodes if is_all_reduce(node) or is_reduced_over_ranks(node))
+    return list(dict.fromkeys(group for group in found if isinstance(group, str)))
 
 
 def is_wait(node: fx.Node) -> bool:

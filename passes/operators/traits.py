@@ -9,6 +9,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, node_argument
 from streamfx.runtime.as_traced import part_of
+from streamfx.runtime.collectives import ALL_REDUCE
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence
@@ -75,6 +76,11 @@ def is_random(node: fx.Node) -> bool:
 
 def is_expensive(node: fx.Node) -> bool:
     """Worth storing rather than computing twice."""
+    return node.target is ALL_REDUCE or is_product(node)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether most of the time goes into an operator like this one."""
     producer = node.args[0] if node.target is operator.getitem else node
     return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 

@@ -25,10 +25,12 @@ from streamfx.ir.plan import AutoChunk, ChunkSize
 from streamfx.ir.sizes import Size, numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
+from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements
 from streamfx.torch_private.sizes import size_hint
 
 ALIVE_TOGETHER = 3  # of the values that a chunk's body makes, about one in so many is alive at its peak
+BYTES_OF_A_CALL = 1 << 20  # with fewer, a reduction over ranks takes about as long as with none
 OVERHEAD = 0.01  # of the time of a chunk's products, what else it costs is small
 TOTAL = 8  # bytes moved when a number is added to a total in float32
 
@@ -45,7 +47,8 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
             return -(-rows // granule) * granule
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
         worthwhile = worthwhile_rows(stage, facts, rates)
-        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, min(worthwhile, enough), granule=granule)
+        busy = max(min(worthwhile, enough), rows_of_a_call(stage, facts))
+        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, granule=granule)
 
     def asked(stage: Stage) -> int | str:
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
@@ -79,6 +82,13 @@ def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
     overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
     row = rates.seconds(flops=flops) / _length(facts)
     return math.ceil(overhead / (OVERHEAD * row)) if row else 0
+
+
+def rows_of_a_call(stage: Stage, facts: Facts) -> int:
+    """Rows with which each reduction over ranks moves enough bytes that its latency does not count; 0 where there is none."""
+    nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
+    rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta["val"]), 1)) for node in nodes]
+    return max((own for node, own in zip(nodes, rows, strict=True) if facts.demand.form(node) is Form.ROWS), default=0)
 
 
 def model_bytes(facts: Facts) -> int:

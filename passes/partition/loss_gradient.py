@@ -32,7 +32,7 @@ from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.signature import Scan
 from streamfx.ir.stage import Stage
 from streamfx.passes.analysis.multiples import Multiple, multiples
-from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.operators.traits import is_product
 from streamfx.passes.partition.loss_stage import with_loss_stage
 from streamfx.passes.partition.scaling import Scaling
 
@@ -57,7 +57,7 @@ def _cuts(facts: Facts, may_cut: bool) -> Iterator[Facts]:
     stages = facts.stages
     if stages:
         others = (other for allowed in (False, True) if may_cut and (other := with_loss_stage(facts, allowed)) is not None)
-        yield from (facts, *others) if any(map(is_expensive, stages[-1].forward)) else (*others, facts)
+        yield from (facts, *others) if any(map(is_product, stages[-1].forward)) else (*others, facts)
 
 
 def _is_worth_it(stage: Stage, facts: Facts) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, is_tensor, trained_values
-from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.operators.traits import is_product
 from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
 
 EARLIER, LAST = "earlier", "last"
@@ -77,10 +77,10 @@ class _Search:
         before: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            is_product = is_expensive(node) and self._is_in_loop(node)
-            if is_product and node in driven and node not in before:
+            is_head = is_product(node) and self._is_in_loop(node)
+            if is_head and node in driven and node not in before:
                 heads.add(node)
-            if is_product or node in before:
+            if is_head or node in before:
                 before.update(node.all_input_nodes)
         return heads
 

@@ -21,6 +21,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.options import SAVE_LEVELS
+from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.traits import is_expensive
 
 
@@ -35,8 +36,21 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
         place, alive = saving.narrowest()
         kept += [node for node in saving.made_again(kept) if node in alive]
         last = len(stage.forward) if level == "products" else place
+        early = [node for node in saving.made_again(kept) if saving.position[node] <= last]
+        kept += [node for node in early if is_reduced_over_ranks(node)]  # then nobody asks for the products that they are made of
         kept += [node for node in saving.made_again(kept) if is_expensive(node) and saving.position[node] <= last]
     return tuple(sorted(dict.fromkeys(kept), key=saving.position.__getitem__))
+
+
+def entering(stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
+    """What is reduced over ranks in front of the attention of a stage that no rows enter: of others, what enters is kept.
+
+    With the embedding cut over ranks that is what enters the first layer.
+    """
+    saving = _Saving(stage, facts)
+    first = min((i for node, i in saving.position.items() if node in saving.spans and node not in facts.axes.static), default=0)
+    again = saving.made_again(())
+    return tuple(node for node in again if is_reduced_over_ranks(node) and saving.position[node] < first)
 
 
 class _Saving:

@@ -1,0 +1,52 @@
+"""Private interfaces of torch.distributed: what ranks write down for each other, without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+LIMIT = timedelta(minutes=10)  # for the others to compile as well
+
+
+class Missing(Exception):
+    """Not all ranks have written within the time limit."""
+
+
+def ranks_of(group: str) -> Sequence[int]:
+    """The ranks of a group by its name, in their order; none where no other process is there to read (2.11, 2.13)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    found = _group(group)
+    return () if dist.get_backend(found) == "fake" or dist.get_world_size(found) == 1 else dist.get_process_group_ranks(found)
+
+
+def _group(name: str) -> Any:
+    from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11, 2.13
+
+    return _resolve_process_group(name)
+
+
+def written_by_all(text: str, group: str, waits: bool = True) -> list[str]:
+    """What each rank of a group writes, in their order, when it writes for the same time: the n-th text of one is compared with the
+    n-th of the others. It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
+    """
+    from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
+
+    ranks = ranks_of(group)
+    if not ranks:
+        return [text]
+    store, own = _get_default_store(), f"streamfx/{group}/{'-'.join(map(str, ranks))}"
+    number = store.add(f"{own}/count/{dist.get_rank()}", 1)
+    store.set(f"{own}/{number}/{dist.get_rank()}", text)
+    if not waits:
+        return [text]
+    keys = [f"{own}/{number}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, LIMIT)
+    except RuntimeError as error:
+        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise Missing(f"nothing from rank {', '.join(map(str, absent))} within {LIMIT.total_seconds():.0f} seconds") from error
+    return [store.get(key).decode() for key in keys]
