@@ -23,6 +23,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
+from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements
 from streamfx.passes.partition.sinking import sunk
 from streamfx.passes.partition.stage_names import stage_names
@@ -100,14 +101,15 @@ class _Cutter:
             gaps.append((len(self.forward) - self.last - 1,) * 2)
         elif loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
-        products = list(accumulate(is_expensive(node) for node in self.forward))
+        products, sent = list(accumulate(is_expensive(node) for node in self.forward)), self.sent_bytes()
         cuts: list[int] = []
         for low, high in gaps:
             candidates = range(max(low, 0), high + 1)
             if candidates:
                 # where equally little is alive: after the last product, whose result is then kept and not computed twice,
-                # and before the norm that follows, whose gradient would ask for that result
-                best = min(candidates, key=lambda i: (live[i], -products[i], i))
+                # and before the norm that follows, whose gradient would ask for that result; what is kept of a sum over ranks
+                # is not sent once more
+                best = min(candidates, key=lambda i: (live[i] - sent[i], -products[i], i))
                 if 0 < live[best] < UNCUTTABLE and (not cuts or best > cuts[-1]):
                     cuts.append(best)
         return cuts
@@ -156,6 +158,14 @@ class _Cutter:
                 change[position[node]] += cost
                 change[last] -= cost
         return list(accumulate(change[:-1]))
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that have been reduced over ranks up to each position, and that nobody reads any more after it."""
+        done = [0] * len(self.forward)
+        for node in self.forward:
+            if is_reduced_over_ranks(node):
+                done[max((self.position[user] for user in node.users if user in self.position), default=-1)] += self.bytes_of_rows(node)
+        return list(accumulate(done))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
         form = self.demand.form(node)
