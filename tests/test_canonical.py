@@ -139,6 +139,24 @@ def scattered_back(mask_of: Function) -> Function:
     return function
 
 
+def put_by(dims: int, accumulate: bool, of: torch.dtype = torch.bool) -> Function:
+    """One number in the places of a mask of so many leading dimensions; of another type the mask has indices."""
+
+    def function(x: Tensor, number: Tensor) -> Tensor:
+        mask = (x > 0).flatten(dims).any(-1) if dims < 3 else x > 0
+        return aten.index_put(x, [mask.to(of)], number, accumulate)
+
+    return function
+
+
+NUMBER = torch.tensor(-0.0, dtype=torch.float64)
+PUTS: dict[str, tuple[tuple[Any, ...], bool]] = {
+    "of elements": ((3, False), True),
+    "of rows": ((2, False), True),
+    "of the first": ((1, False), True),
+    "added": ((2, True), False),
+    "of indices": ((1, False, torch.int64), False),
+}
 ROWS = torch.tensor([[0.0, 2.0, 0.5], [NAN, 0.0, -3.0]], dtype=torch.float64)
 PLACES = (special(2, 3, 4), ROWS, special(5, 4))
 MASKS: dict[str, tuple[Function, bool]] = {
@@ -160,6 +178,7 @@ LOOKUPS = {
     "added": Case(put(True), (special(3, 2), torch.tensor([1, -1, 0]))),
     **{f"scattered {name}": Case(scattered(mask), PLACES, changes=changes) for name, (mask, changes) in MASKS.items()},
     **{f"added back {name}": Case(scattered_back(mask), PLACES, changes, bits=False) for name, (mask, changes) in MASKS.items()},
+    **{f"put by a mask {name}": Case(put_by(*how), (special(2, 3, 4), NUMBER), changes) for name, (how, changes) in PUTS.items()},
     "scattered from nothing": Case(
         scattered(MASKS["before"][0]), (special(2, 3, 4), torch.zeros(2, 3), special(2, 0, 4)), changes=False
     ),

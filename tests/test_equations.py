@@ -76,6 +76,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x, i: aten.index_put(torch.ones_like(x), [i, i], x[:, 0]), (plain(3, 3), torch.tensor([1, 2, 0]))),
     ),
     "rows put by a mask": (CASES["scattered before"], CASES["scattered of elements"]),
+    "number put by a mask": (CASES["put by a mask of rows"], CASES["put by a mask added"]),
     "gradient of rows put by a mask": (CASES["added back before"], CASES["added back of elements"]),
     "windows": (CASES["unfolded"], CASES["unfolded in steps"]),
     "gradient of windows": (

@@ -63,6 +63,7 @@ TABLE: tuple[Equation, ...] = (
     one_hot.one_of_each,
     one_hot.put_into_each,
     scattered.rows_put_by_a_mask,
+    scattered.number_put_by_a_mask,
     scattered.gradient_of_rows_put_by_a_mask,
     windows_of_rows.windows,
     windows_of_rows.gradient_of_windows,

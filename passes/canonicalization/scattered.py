@@ -1,4 +1,6 @@
-"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number."""
+"""Rows put in the places that a mask names, one after the other (images among tokens), as a look-up by the place's number; one
+number put in all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import math
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_alike, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
 
@@ -30,6 +32,25 @@ def rows_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     numbers = _numbers(rows, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
     return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [numbers]), node_argument(node))
+
+
+@equation(aten.index_put.default)
+def number_put_by_a_mask(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """index_put(x, [mask], number) -> where(mask, number, x)
+
+    One number for all places: which of them comes first does not matter.
+    """
+    arguments = bound_arguments(node)
+    x, indices, number = arguments["self"], arguments["indices"], arguments["values"]
+    if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(number):
+        return None
+    mask, shape = indices[0], shape_of_node(x)
+    own = shape_of_node(mask)
+    if mask.meta["val"].dtype != torch.bool or not own or shape[: len(own)] != own or not is_alike(number, x):
+        return None
+    for dim in range(len(own), len(shape)):
+        mask = writer.call(aten.unsqueeze.default, mask, dim)
+    return writer.call(aten.where.self, mask, number, x)
 
 
 @equation(aten.masked_scatter_backward.default)

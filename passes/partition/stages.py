@@ -164,7 +164,9 @@ class _Cutter:
         done = [0] * len(self.forward)
         for node in self.forward:
             if is_reduced_over_ranks(node):
-                done[max((self.position[user] for user in node.users if user in self.position), default=-1)] += self.bytes_of_rows(node)
+                done[max((self.position[user] for user in node.users if user in self.position), default=-1)] += (
+                    self.bytes_of_rows(node)
+                )
         return list(accumulate(done))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
