@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, of_any_length, step, worst
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 
 CHUNK, LAYERS = 8, 2
-COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
@@ -50,21 +48,8 @@ def simple_fsdp() -> dict[str, Step]:
     return {**found, "eager": in_eager(model, truth)}
 
 
-def tensor_parallel() -> dict[str, Step]:
-    """Layers cut by heads and by columns: their collectives are on activations."""
-    torch._dynamo.reset()  # which has seen that lengths differ
-    model, truth = twins(layers=1)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        plan = {**{name: ColwiseParallel() for name in COLUMNS}, **{name: RowwiseParallel() for name in ROWS}}
-        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
-    run = compiled(model)
-    step(run, model, truth, 4 * CHUNK, groups=1)
-    return {"streamed": step(run, model, truth, 4 * CHUNK, groups=1), "eager": in_eager(model, truth, groups=1)}
-
-
 def measured(rank: int) -> dict[str, dict[str, Step]]:
-    return {"fsdp": simple_fsdp(), "tensor parallel": tensor_parallel()}
+    return {"fsdp": simple_fsdp()}
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +87,6 @@ def test_reductions_begin_while_others_compute(steps: dict[str, dict[str, Step]]
     last = 1 + len(list(model.layers[0].parameters()))
     count = len(list(model.parameters()))
     assert steps["fsdp"]["4 chunks"].backward.early == (count - last) / count
-
-
-def test_tensor_parallel_layers_are_exact(steps: dict[str, dict[str, Step]]) -> None:
-    own, eager = steps["tensor parallel"]["streamed"], steps["tensor parallel"]["eager"]
-    assert own.loss_error < 1e-12 and own.error < 1e-12
-    for mine, other in ((own.forward, eager.forward), (own.backward, eager.backward)):
-        assert 0 < mine.calls[REDUCE] <= other.calls[REDUCE] and mine.bytes[REDUCE] <= other.bytes[REDUCE]
 
 
 # -- more ranks, other meshes

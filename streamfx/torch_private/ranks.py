@@ -30,8 +30,8 @@ def _group(name: str) -> Any:
 
 
 def written_by_all(text: str, group: str, waits: bool = True) -> list[str]:
-    """What each rank of a group writes, in their order, when it writes for the same time: the n-th text of one is compared with the
-    n-th of the others. It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
+    """What each rank of a group writes when it does so for the same time, in their order: the n-th text of one goes with the n-th of
+    the others. It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 

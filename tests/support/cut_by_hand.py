@@ -52,7 +52,7 @@ class CutLayer(nn.Module):
         super().__init__()
         widths = [HEAD * count for count in heads]
         self.cuts: dict[str, tuple[Sequence[int], int]] = {
-            **{name: (widths, 0) for name in ("q.weight", "k.weight", "v.weight")},
+            **dict.fromkeys(("q.weight", "k.weight", "v.weight"), (widths, 0)),
             "out.weight": (widths, 1),
             "up.weight": (inner, 0),
             "up.bias": (inner, 0),
