@@ -2,7 +2,7 @@
 
 Where a loop reduces rows over ranks, the collective of each chunk meets that of the same chunk on the other ranks. How a graph is
 cut follows from sizes, from what buffers hold, from options and budgets, and no rank knows those of another: its shards may be
-smaller, its device another one. So each rank writes down which collectives it is about to run, in which chunks, in which order, and
+smaller, its device another one. So each rank writes down the collectives that it is about to run, their chunks and their order, and
 reads what the others have written. Where that is not the same, rows are reduced between loops, and ranks compare once more;
 where it is still not the same, all of them run the graph as it stands.
 
@@ -35,27 +35,32 @@ DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
 
 
-def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange = written_by_all) -> Facts:
+def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None) -> Facts:
     """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike."""
+    exchange = exchange or written_by_all
     try:
-        facts = run(capture)
-        rows = rows_over_ranks(facts)
-        if not rows:
-            return facts
-        groups = {str(node.args[2]) for node in rows}
-        if len(groups) == 1 and is_said_by_all(facts, *groups, exchange):
-            return facts
-        whole = dict.fromkeys((node.name for node in rows), DIFFER if len(groups) == 1 else SEVERAL)
-        facts = run(lambda: replace(capture(), whole=whole))
-        if len(groups) > 1 or is_said_by_all(facts, *groups, exchange):
-            return facts
-        return replace(facts, program=None, stands=STAND)
-    except (Missing, RanksDiffer) as error:
-        raise error if isinstance(error, RanksDiffer) else RanksDiffer.without(error) from error
+        return _agreed(run, capture, exchange)
+    except RanksDiffer:
+        raise
+    except Missing as error:
+        raise RanksDiffer.without(error) from error
     except Exception as error:
         for group in groups_of(capture().joint.graph):  # nobody is to wait for this rank
             exchange(FAILED + told(error), group, waits=False)
         raise
+
+
+def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
+    facts = run(capture)
+    rows = rows_over_ranks(facts)
+    groups = list(dict.fromkeys(str(node.args[2]) for node in rows))
+    if not rows or (len(groups) == 1 and is_said_by_all(facts, groups[0], exchange)):
+        return facts
+    whole = dict.fromkeys((node.name for node in rows), DIFFER if len(groups) == 1 else SEVERAL)
+    facts = run(lambda: replace(capture(), whole=whole))
+    if len(groups) > 1 or is_said_by_all(facts, groups[0], exchange):
+        return facts
+    return replace(facts, program=None, stands=STAND)
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:

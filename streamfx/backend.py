@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.agreement import Exchange, run_agreed, written_by_all
+from streamfx.agreement import Exchange, run_agreed
 from streamfx.capture import captured
 from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
@@ -102,7 +102,7 @@ class Compilation:
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
-    exchange: Exchange = written_by_all
+    exchange: Exchange | None = None  # with other ranks
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
@@ -33,7 +32,7 @@ from tests.support.sharded import Decoder
 from tests.test_distributed import CHUNK, compiled, in_eager, twins
 
 COLUMNS, ROWS, CHUNKS = ("q", "k", "v", "up"), ("out", "down"), (1, 4, 16)
-LENGTH = CHUNKS[-1] * CHUNK
+LENGTH, ALL = CHUNKS[-1] * CHUNK, [0, 1]
 
 
 def cut(model: nn.Module, ranks: int = 2) -> nn.Module:
@@ -79,8 +78,8 @@ def by_hand(chunk: int | str, heads: tuple[int, int], inner: tuple[int, int]) ->
 def of_a_sum(x: Tensor, weight: Tensor) -> Tensor:
     """Sums over rows, reduced over ranks in ways in which no sum of parts can be, beside rows that are."""
     h = F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
-    most, least = (all_reduce(part, op, dist.group.WORLD) for part, op in ((h.sum(-2), "max"), (h.square().sum(-2), "min")))
-    return all_reduce(h, "max", dist.group.WORLD).sum() + (h * most[..., None, :] + least[..., None, :]).sum()
+    most, least = (all_reduce(part, op, ALL) for part, op in ((h.sum(-2), "max"), (h.square().sum(-2), "min")))
+    return all_reduce(h, "max", ALL).sum() + (h * most[..., None, :] + least[..., None, :]).sum()
 
 
 def reduced_sums(rank: int) -> float:
@@ -88,11 +87,10 @@ def reduced_sums(rank: int) -> float:
     x = torch.randn(1, 2, 4 * CHUNK, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     weight = torch.eye(4, dtype=torch.float64)
     with torch.no_grad():
-        own, true = (call(x, weight) for call in (torch.compile(of_a_sum, backend="streambp", options=SMALL), of_a_sum))
+        own, true = (
+            call(x, weight) for call in (torch.compile(of_a_sum, backend="streambp", options={"chunk_size": CHUNK}), of_a_sum)
+        )
     return (own - true).abs().item() / true.abs().item()
-
-
-SMALL = {"chunk_size": CHUNK}
 
 
 def failures(rank: int) -> list[str]:
@@ -215,9 +213,9 @@ def at_random(rank: int, seed: int) -> list[float]:
                     plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in columns}
                     plan[rows] = RowwiseParallel(input_layouts=Replicate())
             parallelize_module(layer, mesh, plan)
-        length, rows = 5 + chance(60), 3 + chance(20)
+        length, chunk = 5 + chance(60), 3 + chance(20)
         save = ("auto", "inputs", "attention", "projections", "products")[chance(5)]
-        run = compiled(model, chunk_size=rows, loss_chunk_size=rows, save=save, keep_every=1 + chance(2))
+        run = compiled(model, chunk_size=chunk, loss_chunk_size=chunk, save=save, keep_every=1 + chance(2))
         own = step(run, model, truth, length, groups=1)
         found += [own.loss_error, own.error]
     return found

@@ -24,14 +24,16 @@ def ranks_of(group: str) -> Sequence[int]:
 
 
 def _group(name: str) -> Any:
-    from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11, 2.13
+    from torch.distributed import distributed_c10d  # 2.11, 2.13
 
-    return _resolve_process_group(name)
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve(name)
 
 
 def written_by_all(text: str, group: str, waits: bool = True) -> list[str]:
-    """What each rank of a group writes when it does so for the same time, in their order: the n-th text of one goes with the n-th of
-    the others. It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
+    """What each rank of a group writes, in their order: the n-th text of one rank goes with the n-th of the others.
+
+    It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 

@@ -16,6 +16,11 @@ from tests.support.sharded import Decoder, Layer
 HEAD = 4  # numbers of a head, as in `Layer`
 
 
+def summed(x: Tensor) -> Tensor:
+    everybody: Any = dist.group.WORLD
+    return all_reduce(x, "sum", everybody)
+
+
 class Shared(torch.autograd.Function):
     """What all ranks read: its gradient is the sum of theirs."""
 
@@ -25,7 +30,7 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return all_reduce(gradient, "sum", dist.group.WORLD)
+        return summed(gradient)
 
 
 class Summed(torch.autograd.Function):
@@ -33,7 +38,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return all_reduce(x, "sum", dist.group.WORLD)
+        return summed(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
