@@ -2,7 +2,7 @@
 
 Where a loop reduces rows over ranks, the collective of each chunk meets that of the same chunk on the other ranks. How a graph is
 cut follows from sizes, from what buffers hold, from options and budgets, and no rank knows those of another: its shards may be
-smaller, its device another one. So each rank writes down the collectives that it is about to run, their chunks and their order, and
+smaller, its device another one. So each rank writes down the collectives that it is about to run, their chunks and order, and
 reads what the others have written. Where that is not the same, rows are reduced between loops, and ranks compare once more;
 where it is still not the same, all of them run the graph as it stands.
 

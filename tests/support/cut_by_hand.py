@@ -94,7 +94,9 @@ class CutDecoder(nn.Module):
         self.layers = nn.ModuleList(CutLayer(layer, heads, inner) for layer in whole.layers)  # type: ignore[arg-type]
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
+        return self.of(self.embed(ids), labels)
+
+    def of(self, x: Tensor, labels: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -1,0 +1,329 @@
+"""What is reduced over ranks inside of loops, without other processes: which collectives run, and what ranks agree on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
+from streamfx.backend import Compilation
+from streamfx.errors import RanksDiffer
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.plan import AutoChunk
+from streamfx.options import resolved
+from streamfx.passes.analysis.demand import REDUCES_PAIRS
+from streamfx.passes.codegen.lower import split
+from streamfx.passes.codegen.waits import REDUCED
+from streamfx.passes.operators.collectives import ELEMENTWISE
+from streamfx.report.printer import text_of
+from streamfx.runtime.collectives import ALL_REDUCE, begin, end
+from streamfx.torch_private.dynamo import raised_as_itself
+from streamfx.torch_private.ranks import Missing
+from tests.support.canonical import Case, graphs, targets
+from tests.support.collectives import data_of
+from tests.support.cut_by_hand import CutDecoder, Shared, Summed
+from tests.support.sharded import Decoder
+from tests.test_tensor_parallel import cut
+
+WORLD = 8
+Exchange = Callable[..., list[str]]
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """Eight ranks, of which this process is the first; the others only exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def everybody() -> Any:
+    return dist.group.WORLD
+
+
+def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Exchange | None = None, **options: Any) -> Facts:
+    """What is known of a compiled function in the end."""
+    torch._dynamo.reset()
+    given = resolved({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
+    seen: list[Facts] = []
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with raised_as_itself(module.graph):
+            return Compilation(module, given, seen, exchange=exchange).compile(example_inputs)
+
+    torch.compile(call, backend=backend)(*inputs)
+    return seen[-1]
+
+
+def decoder(layers: int = 2) -> CutDecoder:
+    """Layers of width 16, of which this rank has one head and four of the inner numbers."""
+    torch.manual_seed(0)
+    return CutDecoder(Decoder(layers, width=32), (1,) * WORLD, (8,) * WORLD)
+
+
+def bodies(facts: Facts) -> list[fx.Graph]:
+    return [loop.spec.body.graph for loop in known(facts.program).loops]
+
+
+def reductions(facts: Facts) -> list[int]:
+    """How many reductions each loop has."""
+    return [sum(node.target is begin for node in graph.nodes) for graph in bodies(facts)]
+
+
+# -- where reductions run
+
+
+def test_both_halves_of_a_layer_that_is_cut(ranks: None, golden: Callable[[str], None]) -> None:
+    """One loop for each stage forward, and no more backward than one process has: layers, head and loss are cut."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    model = cut(Decoder(1, width=32, vocabulary=16), WORLD)
+    with loss_parallel():
+        facts = facts_of(model, data_of(0, 12, 16), strict=True)
+    golden(f"{text_of(facts, 'put back')}\n\n{said(facts)}")
+
+
+def test_what_runs_does_not_depend_on_the_number_of_chunks(ranks: None) -> None:
+    few, many = (facts_of(decoder(), data_of(0, length), chunk_size=rows) for length, rows in ((12, 12), (12, 4)))
+    assert reductions(few) == reductions(many) == [2, 2, 0, 0, 3, 0, 3]
+
+
+def test_what_is_kept_is_not_reduced_again(ranks: None) -> None:
+    """Nor are the products kept that it is made of."""
+    assert reductions(facts_of(decoder(), data_of(0, 12), save="products"))[3:] == [0, 2, 0, 2]
+
+    def bent(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        h = F.scaled_dot_product_attention(x @ one, x, x, is_causal=True)
+        return F.scaled_dot_product_attention(Summed.apply(F.gelu(Summed.apply(h @ other))), x, x).sum()
+
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    facts = facts_of(bent, [torch.randn(1, 2, 12, 4), *weights], save="products")
+    kept = [node for nodes in facts.plan.kept for node in nodes]
+    reduced = [node for node in kept if node.target is ALL_REDUCE]
+    assert reduced and not any(source in kept for node in reduced for source in node.all_input_nodes)
+
+
+class CutEmbedding(nn.Module):
+    """Words are cut over ranks: what the first layer gets is a sum over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder(1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        rows = F.embedding(ids.remainder(4), self.inner.embed.weight) * (ids < 4)[..., None]
+        return self.inner.of(Summed.apply(rows), labels)
+
+
+def test_what_enters_the_first_layer_is_kept(ranks: None) -> None:
+    facts = facts_of(CutEmbedding(), data_of(0, 12))
+    assert reductions(facts) == [3, 0, 0, 3]
+
+
+def test_stages_end_where_what_was_reduced_is_kept(ranks: None) -> None:
+    """The result of a rank's own heads is smaller than the sum over all: behind it, a layer would be reduced once more."""
+    model, labels = decoder(2), data_of(0, 12)[1]
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    facts = facts_of(lambda x: model.of(x, labels), [x])
+    assert reductions(facts) == [2, 2, 0, 0, 3, 0, 3]
+
+
+def test_chunks_that_are_sized_by_themselves_move_enough(ranks: None) -> None:
+    facts = facts_of(decoder(), data_of(0, 12), chunk_size="auto")
+    layer, _, head = facts.plan.chunk_sizes
+    assert isinstance(layer, AutoChunk) and layer.enough == (1 << 20) // (32 * 4)
+    assert isinstance(head, int)
+
+
+# -- bodies
+
+
+def two_reductions(x: Tensor, weight: Tensor) -> Tensor:
+    """The one that begins first waits for attention, the other for nothing."""
+    late = all_reduce(F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True), "sum", everybody())
+    soon = all_reduce(x * 2, "max", everybody())
+    return (late + (x + 1).exp() @ weight) * soon
+
+
+def of_two(**options: Any) -> list[fx.Graph]:
+    x, weight = torch.randn(1, 2, 12, 4), torch.randn(4, 4, requires_grad=True)
+    return bodies(facts_of(two_reductions, [x, weight], **options))
+
+
+def begun(nodes: Sequence[fx.Node]) -> list[str]:
+    return [str(node.meta[REDUCED]).split()[0] for node in nodes if node.target is begin]
+
+
+def test_reductions_begin_in_the_order_of_the_graph_whoever_runs_the_body(ranks: None) -> None:
+    torch._dynamo.reset()
+    x, weight = torch.randn(1, 2, 12, 4), torch.randn(4, 4, requires_grad=True)
+    facts = facts_of(two_reductions, [x, weight])
+    first = known(facts.program).loops[0].spec
+    calls = [node for call in split(first) for node in call.stands_for]
+    assert begun(list(first.body.graph.nodes)) == begun(calls) == ["sum", "max"]
+
+
+def test_a_body_waits_where_a_sum_is_needed(ranks: None) -> None:
+    nodes = list(of_two()[0].nodes)
+    waits = [i for i, node in enumerate(nodes) if node.target is end]
+    assert all(nodes[i + 1] in nodes[i].users or nodes[i + 1].target is end for i in waits)
+    first = next(i for i, node in enumerate(nodes) if node.target is begin)
+    assert any(node.target is torch.ops.aten.exp.default for node in nodes[first : waits[0]])
+
+
+# -- the rule
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_rows_are_reduced_in_a_loop(alone: None, op: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        h = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return all_reduce((h > 0).int() if op.startswith("b") else h, op, everybody()) * 2
+
+    x = torch.randn(2, 3, 13, 4, dtype=torch.float64)
+    facts = facts_of(function, [x], strict=True)
+    assert reductions(facts) == [1]
+    torch.testing.assert_close(torch.compile(function, backend="streambp", options={"chunk_size": 4})(x), function(x))
+
+
+def test_a_reduction_with_a_factor_is_left_as_it_is() -> None:
+    """Whatever is not known to go element by element runs whole."""
+    reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
+    known_op, other = (Case(lambda x, op=op: wait(reduce(x, op, "0")), (torch.randn(4, 3),)) for op in ("sum", "premul_sum"))
+    assert [ALL_REDUCE in targets(graphs(case)[1]) for case in (known_op, other)] == [True, False]
+
+
+def spelled(x: Tensor, weight: Tensor) -> Tensor:
+    scores = all_reduce((x @ weight) @ x.transpose(-2, -1), "sum", everybody())
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ x).square().sum()
+
+
+def test_rows_by_keys_are_reduced_whole(alone: None) -> None:
+    """How many keys a chunk has is found from masks, which other ranks may have others of."""
+    x, weight = torch.randn(2, 12, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    facts = facts_of(spelled, [x, weight])
+    assert REDUCES_PAIRS in facts.reasons() and not any(reductions(facts))
+    compiled = torch.compile(spelled, backend="streambp", options={"chunk_size": 4})
+    torch.testing.assert_close(*(torch.autograd.grad(call(x, weight), weight) for call in (compiled, spelled)))
+
+
+def test_what_other_ranks_count_does_not_follow_from_this_one(ranks: None) -> None:
+    """A mask that is reduced over ranks is in no program that is run once per step."""
+
+    def function(x: Tensor, lengths: Tensor) -> Tensor:
+        longest = all_reduce(lengths, "max", everybody())
+        mask = torch.arange(12)[None, None, None] < longest[:, None, None, None]
+        return F.scaled_dot_product_attention(x * 2, x, x, attn_mask=mask).square().sum()
+
+    facts = facts_of(function, [torch.randn(2, 2, 12, 4, requires_grad=True), torch.tensor([12, 5])])
+    assert not any(node in facts.axes.static for node in facts.joint.graph.nodes if node.target is ALL_REDUCE)
+
+
+# -- agreement
+
+
+class Others:
+    """Ranks that say the same, or something else, in turn."""
+
+    def __init__(self, *say: str | None) -> None:
+        self.say, self.heard = list(say), list[tuple[str, str, bool]]()
+
+    def __call__(self, text: str, group: str, waits: bool = True) -> list[str]:
+        self.heard.append((text, group, waits))
+        other = self.say.pop(0) if waits else None
+        if other == "nothing":
+            raise Missing("nothing from rank 1 within 600 seconds")
+        return [text, text if other is None else other]
+
+
+def test_ranks_that_say_the_same_reduce_in_loops(ranks: None) -> None:
+    others = Others(None)
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [said(facts)]
+
+
+def test_ranks_that_would_cut_otherwise_reduce_between_loops(ranks: None) -> None:
+    others = Others("other chunks", None)
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert not any(reductions(facts)) and facts.reasons() == [DIFFER] and len(facts.program.loops) > 7  # type: ignore[union-attr]
+
+
+def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> None:
+    others = Others("other chunks", "another order")
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert facts.program is None and facts.reasons() == [STAND] and not others.say
+
+
+@pytest.mark.parametrize(
+    ("says", "words"), [(f"{FAILED}ValueError: no", "another rank could not analyse"), ("nothing", "nothing from rank 1")]
+)
+def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
+    with pytest.raises(RanksDiffer, match=words):
+        facts_of(decoder(), data_of(0, 12), Others(says))
+
+
+def test_a_rank_that_fails_says_so(ranks: None) -> None:
+    others = Others()
+    with (
+        mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no")),
+        pytest.raises(RanksDiffer, match="this rank could not"),
+    ):
+        facts_of(decoder(), data_of(0, 12), others)
+    assert others.heard == [(f"{FAILED}ValueError: no", everybody().group_name, False)]
+
+
+def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
+    """No group could agree for all of them."""
+    half = dist.new_group([0, 1])
+
+    def function(x: Tensor) -> Tensor:
+        h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
+        return all_reduce(h.exp(), "sum", everybody()).square().sum()
+
+    others = Others()
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
+    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL] and not others.heard
+
+
+def test_sums_alone_need_no_agreement(ranks: None) -> None:
+    """Ranks whose lengths differ compile in different steps, and add up their losses."""
+
+    def function(x: Tensor) -> Tensor:
+        return all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum(), "sum", everybody())
+
+    others = Others()
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
+    assert facts.program is not None and not others.heard
+
+
+def test_what_ranks_say_tells_chunks_and_order(ranks: None) -> None:
+    model = decoder(1)
+    texts = {said(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
+    swapped = copy.deepcopy(model)
+    swapped.layers[0].forward = lambda x: type(model.layers[0]).forward(swapped.layers[0], x.flip(-1))  # type: ignore[method-assign]
+    assert len(texts) == 2 * len(OPTIONS)
+    assert said(facts_of(model, data_of(0, 12))) in texts
+    other = facts_of(lambda x: all_reduce(Shared.apply(x) @ x.mT @ x, "max", everybody()), [torch.randn(1, 12, 4)])
+    assert said(other) not in texts
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]
