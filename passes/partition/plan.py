@@ -15,7 +15,7 @@ from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan
 from streamfx.options import Options
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
-from streamfx.passes.partition.saving import entering, kept_values
+from streamfx.passes.partition.saving import kept_values
 
 SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept for speed where no budget is given
 
@@ -62,10 +62,7 @@ class Plan:
             return at(self.options.save)
         results, is_alone = at("attention"), facts.collectives is None
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
-        if keeps:
-            return results
-        first, *others = at("inputs") or ((),)
-        return ((*first, *entering(facts.stages[0], facts)), *others) if facts.stages else ()
+        return results if keeps else at("inputs")
 
     def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Rows at the cuts that wait on the host, those of them that are kept."""

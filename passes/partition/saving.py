@@ -2,7 +2,7 @@
 
 Each level keeps what the ones before it keep:
 
-* inputs: nothing beside what enters the stage;
+* inputs: nothing beside what enters the stage, or the first layer where it is a sum over ranks;
 * attention: results and log-sum-exps of fused attention;
 * projections: results of the products up to the narrowest place after the attention, and what is alive there. On most
   decoders these are queries, keys and values as their products make them, and the residual stream between attention and MLP;
@@ -31,7 +31,8 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
     if stage.gradient_in_forward:  # there is nothing left to do in the backward half
         return ()
     saving = _Saving(stage, facts)
-    kept = saving.attention_results() if number >= SAVE_LEVELS.index("attention") else []
+    kept = saving.entering() if stage is facts.stages[0] else []
+    kept += saving.attention_results() if number >= SAVE_LEVELS.index("attention") else []
     if number >= SAVE_LEVELS.index("projections"):
         place, alive = saving.narrowest()
         kept += [node for node in saving.made_again(kept) if node in alive]
@@ -40,17 +41,6 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
         kept += [node for node in early if is_reduced_over_ranks(node)]  # then nobody asks for the products that they are made of
         kept += [node for node in saving.made_again(kept) if is_expensive(node) and saving.position[node] <= last]
     return tuple(sorted(dict.fromkeys(kept), key=saving.position.__getitem__))
-
-
-def entering(stage: Stage, facts: Facts) -> tuple[fx.Node, ...]:
-    """What is reduced over ranks in front of the attention of a stage that no rows enter: of others, what enters is kept.
-
-    With the embedding cut over ranks that is what enters the first layer.
-    """
-    saving = _Saving(stage, facts)
-    first = min((i for node, i in saving.position.items() if node in saving.spans and node not in facts.axes.static), default=0)
-    again = saving.made_again(())
-    return tuple(node for node in again if is_reduced_over_ranks(node) and saving.position[node] < first)
 
 
 class _Saving:
@@ -68,6 +58,12 @@ class _Saving:
     def is_attention(self, node: fx.Node) -> bool:
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys)
+
+    def entering(self) -> list[fx.Node]:
+        """What is reduced over ranks in front of the first attention: where the embedding is cut, what enters the first layer."""
+        attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
+        first = min(attentions, default=0)
+        return [node for node in self.made_again(()) if is_reduced_over_ranks(node) and self.position[node] < first]
 
     def attention_results(self) -> list[fx.Node]:
         """Results of fused attention that are used outside of the stage's forward half."""
