@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import streamfx
 from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
 from streamfx.backend import Compilation
 from streamfx.errors import RanksDiffer
@@ -153,6 +154,28 @@ def test_chunks_that_are_sized_by_themselves_move_enough(ranks: None) -> None:
     assert isinstance(head, int)
 
 
+def test_what_is_there_already_is_reduced_once(ranks: None) -> None:
+    """An input has all of its rows: in chunks it would be reduced for each of them, and again for the backward half."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(all_reduce(x, "sum", everybody()) @ weight, x, x, is_causal=True).sum()
+
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4), torch.randn(4, 4, requires_grad=True)], strict=True)
+    assert not any(reductions(facts)) and said(facts).count("all_reduce") == 1
+
+
+def test_a_sum_that_two_loops_ask_for_is_reduced_once(ranks: None) -> None:
+    """Keys and values of all rows, and what lies under them, are made in a loop before the one that goes back."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        h = F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+        k = Summed.apply(h.sin())
+        return F.scaled_dot_product_attention(k.sin(), k.exp(), k.cos(), is_causal=True).square().sum()
+
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4), torch.randn(4, 4, requires_grad=True)], save="inputs")
+    assert sum(reductions(facts)) == 1
+
+
 # -- bodies
 
 
@@ -236,6 +259,25 @@ def test_what_other_ranks_count_does_not_follow_from_this_one(ranks: None) -> No
 
     facts = facts_of(function, [torch.randn(2, 2, 12, 4, requires_grad=True), torch.tensor([12, 5])])
     assert not any(node in facts.axes.static for node in facts.joint.graph.nodes if node.target is ALL_REDUCE)
+
+
+def after(x: Tensor) -> Tensor:
+    """Some rows are no rows of the first chunks."""
+    h = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return h.sum() + all_reduce(h[..., 6:, :].sin(), "sum", everybody()).square().sum()
+
+
+def test_chunks_without_rows(alone: None) -> None:
+    x = torch.randn(1, 2, 13, 4, dtype=torch.float64)
+    assert sum(reductions(facts_of(after, [x], strict=True))) == 1
+    compiled = torch.compile(after, backend="streambp", options={"chunk_size": 4})
+    torch.testing.assert_close(compiled(x), after(x))
+
+
+def test_to_look_at_a_model_asks_nobody(ranks: None) -> None:
+    with mock.patch("streamfx.agreement.written_by_all", side_effect=AssertionError):
+        found = streamfx.explain(decoder(1), *data_of(0, 12), options={"chunk_size": 4})
+    assert "every stage streams" in str(found)
 
 
 # -- agreement

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import streamfx
 from streamfx.errors import RanksDiffer
 from tests.support.collectives import REDUCE, Step, Wire, data_of, step
 from tests.support.cut_by_hand import CutDecoder
@@ -117,9 +116,6 @@ def _refusal(call: Callable[[], Any]) -> str:
 
 def measured(rank: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    if rank == 0:  # to look at a model is nobody else's matter
-        model = CutDecoder(Decoder(layers=1), (1, 1), (8, 8))
-        streamfx.explain(model, *data_of(0, 4 * CHUNK))
     return {
         "steps": steps_of_chunks(),
         "other sizes": by_hand(CHUNK, (3, 1), (20, 12)),
