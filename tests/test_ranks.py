@@ -20,14 +20,17 @@ from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
 from streamfx.backend import Compilation
 from streamfx.errors import RanksDiffer
 from streamfx.ir.facts import Facts, known
+from streamfx.ir.joint import node_argument
 from streamfx.ir.plan import AutoChunk
 from streamfx.options import resolved
 from streamfx.passes.analysis.demand import REDUCES_PAIRS
 from streamfx.passes.codegen.lower import split
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import ELEMENTWISE
+from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.report.printer import text_of
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
+from streamfx.runtime.recurrences import Recurrence
 from streamfx.torch_private.dynamo import raised_as_itself
 from streamfx.torch_private.ranks import Missing
 from tests.support.canonical import Case, graphs, targets
@@ -107,6 +110,14 @@ def test_what_runs_does_not_depend_on_the_number_of_chunks(ranks: None) -> None:
     assert reductions(few) == reductions(many) == [2, 2, 0, 0, 3, 0, 3]
 
 
+def product_of(node: fx.Node) -> fx.Node:
+    """What is reduced, behind views."""
+    node = node_argument(node)
+    while is_moved_elements(node):
+        node = node_argument(node)
+    return node
+
+
 def test_what_is_kept_is_not_reduced_again(ranks: None) -> None:
     """Nor are the products kept that it is made of."""
     assert reductions(facts_of(decoder(), data_of(0, 12), save="products"))[3:] == [0, 2, 0, 2]
@@ -119,7 +130,7 @@ def test_what_is_kept_is_not_reduced_again(ranks: None) -> None:
     facts = facts_of(bent, [torch.randn(1, 2, 12, 4), *weights], save="products")
     kept = [node for nodes in facts.plan.kept for node in nodes]
     reduced = [node for node in kept if node.target is ALL_REDUCE]
-    assert reduced and not any(source in kept for node in reduced for source in node.all_input_nodes)
+    assert reduced and not any(product_of(node) in kept for node in reduced)
 
 
 class CutEmbedding(nn.Module):
@@ -278,6 +289,24 @@ def test_to_look_at_a_model_asks_nobody(ranks: None) -> None:
     with mock.patch("streamfx.agreement.written_by_all", side_effect=AssertionError):
         found = streamfx.explain(decoder(1), *data_of(0, 12), options={"chunk_size": 4})
     assert "every stage streams" in str(found)
+
+
+def step_by_step(x: Tensor, weight: Tensor) -> Tensor:
+    x = F.scaled_dot_product_attention(*(x[:, None],) * 3, is_causal=True)[:, 0]
+    state, rows = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(all_reduce(state @ weight, "sum", everybody()) + x[:, t])
+        rows.append(state)
+    return torch.stack(rows, 1).square().sum()
+
+
+def test_steps_that_ask_other_ranks_are_no_recurrence(alone: None) -> None:
+    """A recurrence makes steps again, in chunks: of what it runs, ranks would not know the order."""
+    x, weight = torch.randn(2, 9, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    facts = facts_of(step_by_step, [x, weight])
+    assert not any(isinstance(node.target, Recurrence) for node in facts.joint.graph.nodes)
+    compiled = torch.compile(step_by_step, backend="streambp", options={"chunk_size": 4})
+    torch.testing.assert_close(*(torch.autograd.grad(call(x, weight), weight) for call in (compiled, step_by_step)))
 
 
 # -- agreement

@@ -23,6 +23,7 @@ from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.sizes import shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.axes import sequence_axes
+from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.traits import is_random
 from streamfx.passes.recurrences.plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.recurrences.rerolling import roll, sort_again, unrolled_name
@@ -219,7 +220,7 @@ class _Family:
         for roots in {id(roots): roots for roots in together.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
             pairs.append(self._pair(nodes, joins[id(roots)]))
-        return [pair for pair in pairs if not any(is_random(node) for node in (*pair.forward, *pair.backward))]
+        return [pair for pair in pairs if not any(map(_runs_once, (*pair.forward, *pair.backward)))]
 
     def _pair(self, nodes: list[fx.Node], joins: list[Joined]) -> Pair:
         inside = set(nodes)
@@ -242,6 +243,11 @@ class _Family:
             self.step,
             self.order,
         )
+
+
+def _runs_once(node: fx.Node) -> bool:
+    """Whether steps with an operator may not be made again: it would draw other numbers, or ask other ranks to do as much."""
+    return is_random(node) or is_collective(node)
 
 
 def _kind(node: fx.Node) -> Any:

@@ -127,14 +127,6 @@ ROWS = (
     ),
     Mutation(
         "ranks",
-        "ranks do not say how many rows there are",
-        "streamfx/agreement.py",
-        ' of {loop.spec.length}"',
-        ' of rows"',
-        ("test_ranks.py::test_what_ranks_say_tells_chunks_and_order",),
-    ),
-    Mutation(
-        "ranks",
         "ranks do not say what they reduce in a loop",
         "streamfx/agreement.py",
         '{loop.spec.length}", *reduced)',
@@ -204,5 +196,13 @@ ROWS = (
         'mask.meta["val"].dtype != torch.bool or not own or',
         "not own or",
         ("test_canonical.py::test_row[put by a mask of indices]",),
+    ),
+    Mutation(
+        "ranks",
+        "steps that ask other ranks are made again",
+        "passes/recurrences/detection.py",
+        "return is_random(node) or is_collective(node)",
+        "return is_random(node)",
+        ("test_ranks.py::test_steps_that_ask_other_ranks_are_no_recurrence",),
     ),
 )
