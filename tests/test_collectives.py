@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -139,9 +140,9 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = GathersMask(change).double()
         x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)

@@ -102,6 +102,24 @@ WRITTEN = (
         ("test_memory.py::test_a_slice_of_what_a_loop_is_given",),
     ),
 )
+HANDED_OVER = (
+    Mutation(
+        "stages",
+        "a gradient is handed over while its parameter is still read",
+        "passes/codegen/deliveries.py",
+        "number.get(gradient, 0), readers.get(position, 0), *reads",
+        "number.get(gradient, 0), *reads",
+        ("test_deliveries.py::test_a_gradient_is_handed_over_once_its_parameter_is_read",),
+    ),
+    Mutation(
+        "stages",
+        "a gradient is handed over while it is still read",
+        "passes/codegen/deliveries.py",
+        "number.get(gradient, 0), readers.get(position, 0), *reads",
+        "number.get(gradient, 0), readers.get(position, 0)",
+        ("test_deliveries.py::test_a_gradient_is_handed_over_before_the_next_product",),
+    ),
+)
 SHOWN = (
     Mutation(
         "views",
@@ -230,4 +248,4 @@ SHARDS = (
         ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
     ),
 )
-ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS, *SHARDS)
+ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS)
