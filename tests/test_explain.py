@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -246,6 +248,14 @@ def test_a_break_is_named_with_its_cause() -> None:
     assert 'print(end="")' in found["where"]
     assert "print" in found["do"]
     assert not found["given_up"]
+
+
+def test_breaks_are_counted_where_logging_was_set_up() -> None:
+    """`logging.config.dictConfig`, as trainers call it, switches off all loggers that it does not name."""
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    with mock.patch.object(logger, "disabled", True):
+        assert streamfx.explain(Broken(), rows()).summary()["graph_breaks"] == 1
+        assert logger.disabled
 
 
 def test_nothing_is_left_behind() -> None:
