@@ -113,8 +113,8 @@ def cause_of(error: BaseException) -> Exception | None:
 
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
-    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); also where
-    `logging.config` has switched off all loggers that were there.
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); where
+    `logging.config` has switched off all loggers that were there, too.
     """
     found: list[tuple[str, int, str]] = []
     shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
