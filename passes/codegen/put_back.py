@@ -85,7 +85,7 @@ class _Half:
         at = 0
         for node in self.graph.nodes:
             at = self.run[node] = max(at, node.meta.get(RUN, 0))
-            if _computes(node):
+            if computes(node):
                 self.first.setdefault(at, node)
 
     def finish(self) -> None:
@@ -135,7 +135,7 @@ class _Half:
         """Let a gradient's reduction begin once the gradient is there, and be waited for behind the next region."""
         results = list(outputs_of(self.graph))
         gradient = results[position]
-        begins = next(node for node in _behind(gradient) if node is self.output or _computes(node))
+        begins = next(node for node in _behind(gradient) if node is self.output or computes(node))
         ends = self.first.get(self.run[gradient] + 2, self.output)
         results[position] = self._written(stretch, gradient, begins, ends)
         self.output.args = (tuple(results),)
@@ -149,7 +149,7 @@ class _Half:
         return made[stretch.end]
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
     """Whether a node is one that others are placed around: a loop, or an operator that runs whole."""
     return RUN in node.meta and not _is_light(node)
 

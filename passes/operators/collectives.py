@@ -23,6 +23,11 @@ REDUCTIONS = (
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
 WAIT = "_c10d_functional::wait_tensor"
+OF_SEVERAL = {  # what runs several at once
+    "_c10d_functional::all_gather_into_tensor": "all_gather_into_tensor_coalesced",
+    "_c10d_functional::all_reduce": "all_reduce_coalesced",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
+}
 LINEAR_REDUCTIONS = ("sum", "avg")
 PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
     {
@@ -62,6 +67,14 @@ def is_reduction(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() == WAIT
+
+
+def of_several(node: fx.Node) -> OpOverload | None:
+    """What does to several values at once what a collective does to one; None for what is none."""
+    if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in OF_SEVERAL:
+        return None
+    found: OpOverload = getattr(torch.ops._c10d_functional, OF_SEVERAL[node.target.name()]).default
+    return found
 
 
 def gives_the_same_twice(node: fx.Node) -> bool:

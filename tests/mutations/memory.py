@@ -248,4 +248,38 @@ SHARDS = (
         ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
     ),
 )
-ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS)
+TOGETHER = (
+    Mutation(
+        "buckets",
+        "sums and largest values are one call",
+        "passes/codegen/buckets.py",
+        "return node.target, node.args[1:], value.dtype, value.device",
+        "return node.target, value.dtype, value.device",
+        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+    ),
+    Mutation(
+        "buckets",
+        "values of two types are one call",
+        "passes/codegen/buckets.py",
+        "return node.target, node.args[1:], value.dtype, value.device",
+        "return node.target, node.args[1:], value.device",
+        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+    ),
+    Mutation(
+        "buckets",
+        "one call reduces what is made of its own result",
+        "passes/codegen/buckets.py",
+        "if not set(bucket).isdisjoint(node.all_input_nodes)",
+        "if False",
+        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+    ),
+    Mutation(
+        "buckets",
+        "what has waited is begun before what can begin at once",
+        "passes/codegen/buckets.py",
+        "return sorted(nodes, key=waits.__getitem__)",
+        "return list(nodes)",
+        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+    ),
+)
+ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS, *TOGETHER)

@@ -36,10 +36,12 @@ class Wire:
         calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
         early = late = 0
         for i, event in enumerate(events):
-            if event.name in calls:
-                calls[event.name] += 1
-                sizes[event.name] += 8 * prod(event.input_shapes[0])
-            if event.name in (SCATTER, REDUCE):
+            kind = event.name.removesuffix("_coalesced")
+            if kind in calls:
+                calls[kind] += 1
+                shapes = event.structured_input_shapes[0]
+                sizes[kind] += 8 * sum(map(prod, shapes if kind != event.name else [shapes]))
+            if kind in (SCATTER, REDUCE):
                 early, late = early + (i < last), late + (i > last)
         return Wire(calls, sizes, early / max(early + late, 1))
 
