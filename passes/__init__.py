@@ -17,6 +17,7 @@ from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
 from streamfx.passes.canonicalization.canonicalize import Canonicalize
 from streamfx.passes.canonicalization.unshard import Unshard
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
+from streamfx.passes.codegen.buckets import Buckets
 from streamfx.passes.codegen.lower import Lower
 from streamfx.passes.codegen.put_back import PutBack
 from streamfx.passes.codegen.rewrite import Rewrite
@@ -73,6 +74,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Rewrite(),  # what runs instead of the joint graph?
         put_back,  # where do collectives on weights run?
         Fit(options, lambda facts: put_back.apply(Rewrite().apply(facts))),  # which plan is the fastest within the memory budget?
+        Buckets(),  # which collectives run as one?
         Visibility(),  # which masks are looked at once per step?
         Lower(options),  # who runs a loop's body?
     )

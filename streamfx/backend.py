@@ -18,7 +18,7 @@ from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.ir.facts import Facts, known
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
@@ -304,7 +304,7 @@ class Compilation:
         """A graph without gradients: the same forward loops, nothing saved."""
         weights = static_inputs() or self.parameters
         patterns = self.patterns(module.graph, len(inputs))
-        capture = partial(captured, module, len(inputs), len(_outputs(module)), weights, patterns)
+        capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
         facts = self.analysed(capture)
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
@@ -378,14 +378,9 @@ def _numel(node: fx.Node) -> int:
     return size_hint(node.meta["val"].numel()) if is_tensor(node) else 0
 
 
-def _outputs(module: fx.GraphModule) -> Sequence[Any]:
-    results = module.graph.output_node().args[0]
-    return results if isinstance(results, (tuple, list)) else (results,)
-
-
 def _result_bytes(module: fx.GraphModule) -> int:
     """Bytes of what a graph of Dynamo's returns."""
-    return sum(bytes_like(node.meta.get("example_value")) for node in _outputs(module) if isinstance(node, fx.Node))
+    return sum(bytes_like(node.meta.get("example_value")) for node in outputs_of(module.graph) if isinstance(node, fx.Node))
 
 
 @dataclass(frozen=True)

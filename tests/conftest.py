@@ -50,8 +50,10 @@ def old_objects_stay() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def our_messages_are_heard() -> None:
-    """Where torch's logging was set up in this process, our logger has a handler of its own, and pytest would hear nothing."""
-    logging.getLogger("streamfx").propagate = True
+    """Where torch's logging was set up in this process, our logger has a handler of its own, and pytest would hear nothing;
+    import-linter sets up logging, too, and switches off all loggers that are there."""
+    ours = logging.getLogger("streamfx")
+    ours.propagate, ours.disabled = True, False
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
-from tests.support.stretches import for_one_size, for_sizes
+from tests.support.stretches import interpreted
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 
@@ -36,10 +36,10 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Form]]:
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter in the place of compiled code."""
-    monkeypatch.setattr(segments, "compile_for_one_size", for_one_size)
-    monkeypatch.setattr(segments, "compile_for_sizes", for_sizes)
+def interpreted_forms() -> Iterator[dict[Any, list[Form]]]:
+    """What a test would compile, with the interpreter in the place of compiled code."""
+    with interpreted() as found:
+        yield found
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -57,7 +57,7 @@ def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("length", only([29], [32, 29]))
-def test_layers_and_chunks_share_what_is_compiled(length: int, forms: dict[Any, list[Form]], no_compiler: None) -> None:
+def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms: dict[Any, list[Form]]) -> None:
     """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are six stretches."""
     ids = torch.randint(1, hf.VOCABULARY, (1, length))
     compiled = []
@@ -67,17 +67,17 @@ def test_layers_and_chunks_share_what_is_compiled(length: int, forms: dict[Any, 
         report = compare(model, inputs, chunk_size=8, loss_chunk_size=8, bodies="inductor")
         loops = report.facts[0].program.loops  # type: ignore[union-attr]
         assert len({tuple(segment.structure for segment in loop.compiled.segments) for loop in loops}) == 4
-        compiled.append(sum(map(len, forms.values())))
+        compiled.append(sum(map(len, interpreted_forms.values())))
     assert compiled == [6, 6]
 
 
-def test_sequences_of_any_length_share_what_is_compiled(forms: dict[Any, list[Form]], no_compiler: None) -> None:
+def test_sequences_of_any_length_share_what_is_compiled(interpreted_forms: dict[Any, list[Form]]) -> None:
     """One chunk each: a form for the first length, and one for all from the second on."""
     model = Causal().double()
     run = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 64, "bodies": "inductor"})
     for number, length in enumerate((8, 9, 12, 20)):
         run(tokens(2, length), tokens(2, length)).backward()
-        assert {len(own) for own in forms.values()} == {min(1 + number, 2)}
+        assert {len(own) for own in interpreted_forms.values()} == {min(1 + number, 2)}
 
 
 def test_what_does_not_compile_is_interpreted(

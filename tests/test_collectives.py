@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -24,7 +26,7 @@ from tests.support.collectives import data_of
 from tests.support.sharded import sharded
 
 Golden = Callable[[str], None]
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
 @pytest.fixture
@@ -108,6 +110,27 @@ def test_no_more_than_two_stages_are_in_flight(ranks: DeviceMesh) -> None:
     ]
 
 
+def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Golden) -> None:
+    """Those of the embedding and two layers, of which the first begins at once; of the first stage's gradients."""
+    text = texts_of(sharded(Two(), ranks))["buckets"]
+    golden(text)
+    forward, backward = map(kinds_of, text.split("\nbackward("))
+    assert forward == [f"{GATHER}_coalesced", GATHER]
+    assert backward == [f"{GATHER}_coalesced", SCATTER, SCATTER, f"{SCATTER}_coalesced"]
+
+
+@pytest.mark.parametrize("ranks", [(4, 1)], indirect=True)
+def test_what_has_waited_runs_as_one(ranks: DeviceMesh) -> None:
+    """Gradients are reduced over one dimension of a mesh, and what comes of that is scattered over the other."""
+    model = sharded(Two(), init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
+    _, backward = map(kinds_of, texts_of(model)["buckets"].split("\nbackward("))
+    assert backward == [f"{GATHER}_coalesced", REDUCE, REDUCE, f"{REDUCE}_coalesced", f"{SCATTER}_coalesced"]
+
+
+def kinds_of(half: str) -> list[str]:
+    return re.findall(r"= (?:_c10d_functional\.)?((?:all_gather|reduce_scatter|all_reduce)\w*)\(", half)
+
+
 def between_loops(half: list[str]) -> list[str]:
     """What stands in front of each loop, and behind the last."""
     found = [""]
@@ -139,9 +162,9 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = GathersMask(change).double()
         x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)

@@ -105,3 +105,14 @@ def test_inputs_in_whose_memory_saved_values_lie(view: bool, expected: set[int])
     for node in graph.nodes:
         node.meta["val"] = torch.empty(4, 4)
     assert inputs_saved(graph, 1) == (frozenset(expected), frozenset({1}))
+
+
+def test_a_chain_of_thousands_of_operators_can_run_early() -> None:
+    def long(call: Any, one: Any, two: Any, three: Any, tangent: Any) -> Sequence[fx.Node]:
+        value = one
+        for _ in range(5000):
+            value = call(aten.sin.default, (value,))
+        return call(aten.mm.default, (two, tangent)), value
+
+    (first, places), (_, others) = stretches(long, NOBODYS)
+    assert len(first) == 5000 and (places, others) == ([1], [0])

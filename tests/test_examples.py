@@ -101,3 +101,16 @@ def try_peft() -> None:
         is_torchao_available()
     except ImportError as error:
         pytest.skip(f"PEFT makes no adapters here: {error}")
+
+
+PARALLEL = ("ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "simple_fsdp", "tensor_parallel")))
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_ranks_are_one_process(name: str) -> None:
+    """As torchrun starts them; the script fails where weights differ."""
+    script, environment = FOLDER / "distributed" / f"{name}.py", {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks and one process differ by" in done.stdout

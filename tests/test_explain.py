@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -181,7 +182,9 @@ def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPat
     assert not caplog.records
 
 
-def test_graph_breaks_are_counted_and_all_pieces_analysed() -> None:
+@pytest.mark.parametrize("disabled", [False, True])  # as `logging.config` does with loggers that were there before
+def test_graph_breaks_are_counted_and_all_pieces_analysed(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), "disabled", disabled)
     explanation = streamfx.explain(Broken(), rows())
     summary = explanation.summary()
     assert summary["graph_breaks"] == 1  # one place, met three times

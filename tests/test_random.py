@@ -38,6 +38,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "apart": (2, 5, 8, 10, 26),
     "asserted": (0, 1, 8),
     "features": (32, 34, 36),
+    "stages": (0, 1, 2),
 }
 
 

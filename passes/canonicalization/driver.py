@@ -102,7 +102,7 @@ def _merged(node: fx.Node, known: dict[Any, fx.Node]) -> bool:
     """Let an equal operator before this one be used in its place."""
     if is_random(node) or makes_axes(node) or not may_be_merged(node):
         return False
-    first = known.setdefault(_key(node), node)
+    first = known.setdefault(key_of(node), node)
     return first is not node and replace(node, first, is_new=False)
 
 
@@ -113,7 +113,7 @@ def makes_axes(node: fx.Node) -> bool:
     return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
 
 
-def _key(node: fx.Node) -> Any:
+def key_of(node: fx.Node) -> Any:
     """Equal for operators that compute the same; unique where that cannot be told."""
 
     def frozen(item: Any) -> Any:

@@ -22,9 +22,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from streamfx.ir.collectives import Collectives, Gather
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import JointGraph, bound_arguments, drop_unused, is_assertion, is_tensor, joint_graph, node_argument
-from streamfx.ir.stretch import Stretch, equal
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    drop_unused,
+    is_assertion,
+    is_tensor,
+    joint_graph,
+    node_argument,
+    outputs_of,
+)
+from streamfx.ir.stretch import Stretch
+from streamfx.ir.structure import structure
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.canonicalization.driver import key_of
 from streamfx.passes.operators.collectives import (
     PUTS_TOGETHER,
     gives_the_same_twice,
@@ -92,7 +103,7 @@ def _without_repeats(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The operators, each once: a weight that is used twice is gathered twice."""
     known: dict[Any, fx.Node] = {}
     for node in nodes:
-        first = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        first = known.setdefault(key_of(node), node)
         if first is not node:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)
@@ -115,14 +126,19 @@ def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
     return end
 
 
+def _pads_with_others(node: fx.Node) -> bool:
+    """Whether an operator puts other numbers than zeros around its operand."""
+    return node.target is aten.constant_pad_nd.default and bound_arguments(node)["value"] != 0
+
+
 def _puts_together(node: fx.Node) -> bool:
     return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
     """Whether an operator gives numbers of its operand, rounded at most, and zeros around them."""
-    if node.target is aten.constant_pad_nd.default:
-        return bound_arguments(node)["value"] == 0
+    if _pads_with_others(node):
+        return False
     if node.target is aten._to_copy.default:
         return all(value.meta["val"].is_floating_point() for value in (node, node_argument(node)))
     return _puts_together(node)
@@ -156,27 +172,29 @@ def _said(nodes: Iterable[fx.Node]) -> bool | None:
 def take_off_reductions(joint: JointGraph) -> dict[int, Stretch]:
     """Let the graph return gradients of its own rank alone, and return how they are reduced, by their positions."""
     output, count = joint.graph.output_node(), len(joint.outputs)
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results = list(outputs_of(joint.graph))
     found: dict[int, Stretch] = {}
     for position, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=False)):
         if is_tensor(gradient) and results.count(gradient) == 1:
             gradient = results[count + position] = _reduced_once(gradient, primal)
-            source = _reduced(gradient, primal)
-            if source is not None:
-                nodes = _between(source, gradient)
-                found[position] = Stretch.between(source, gradient, nodes)
-                results[count + position] = source
+            reduced = _reduced(gradient, primal)
+            if reduced is not None:
+                results[count + position], found[position] = reduced
     output.args = (tuple(results),)
     return found
 
 
-def _reduced(gradient: fx.Node, primal: fx.Node) -> fx.Node | None:
-    """The value that a gradient's reduction begins with: the last with the shape and type of the weight, else the operand."""
+def _reduced(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Stretch] | None:
+    """The value that a gradient's reduction begins with, the last with the shape and type of the weight, else the operand; and
+    what is made of it.
+    """
     tail = _tail(gradient)
     reductions = {node for node in tail if is_reduction(node)}
-    sources = [node for node in reversed(gradient.graph.nodes) if _is_cut(node, gradient, tail, reductions)] if reductions else []
-    alike = [node for node in sources if _is_like(node, primal)]
-    return next(iter(alike or sources), None)
+    given = {source for node in tail for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
+    found = {source: nodes for source in sorted(given, reverse=True) if reductions <= (nodes := _made_of(source, gradient, tail))}
+    alike = [source for source in found if _is_like(source, primal)]
+    source = next(iter(alike or found), None)
+    return None if source is None else (source, Stretch.between(source, gradient, found[source]))
 
 
 def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
@@ -187,15 +205,13 @@ def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
         return gradient
     parts = [_reduced_once(part, primal) if set(part.users) == {gradient} else part for part in gradient.all_input_nodes]
-    sources = [_reduced(part, primal) for part in parts if set(part.users) == {gradient}]
-    if len(sources) != 2 or None in sources:
+    reduced = [pair for part in parts if set(part.users) == {gradient} and (pair := _reduced(part, primal)) is not None]
+    if len(reduced) != 2:
         return gradient
-    one, other = (
-        Stretch.between(source, part, _between(source, part)) for source, part in zip(sources, parts, strict=True) if source
-    )
-    if not equal(one, other) or not all(map(_is_linear, one.nodes)):
+    (source, one), (another, other) = reduced
+    if structure(one.graph) != structure(other.graph) or not all(map(_is_linear, one.nodes)):
         return gradient
-    both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, *sources)
+    both = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, another)
     made = one.written(both, lambda node: gradient)[one.end]
     gradient.replace_all_uses_with(made)
     gradient.graph.erase_node(gradient)
@@ -203,8 +219,8 @@ def _reduced_once(gradient: fx.Node, primal: fx.Node) -> fx.Node:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    if node.target is aten.constant_pad_nd.default:
-        return not any(node.args[2:])
+    if _pads_with_others(node):
+        return False
     return is_linear_reduction(node) or is_wait(node) or node.target in PUTS_TOGETHER
 
 
@@ -225,24 +241,16 @@ def _may_follow(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
 
 
-def _is_cut(node: fx.Node, gradient: fx.Node, tail: set[fx.Node], reductions: set[fx.Node]) -> bool:
-    """Whether a gradient is made of this value alone, all reductions behind it."""
-    if not is_tensor(node) or node is gradient:
-        return False
-    nodes = _between(node, gradient)
-    return reductions <= nodes <= tail and all(
-        source in nodes or source is node for other in nodes for source in other.all_input_nodes
-    )
-
-
-def _between(source: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """What is made of `source` on the way to `end`."""
+def _made_of(source: fx.Node, end: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    """What leads from `source` to `end` among these; nothing where `end` is made of another value, too."""
     behind, todo = set[fx.Node](), [source]
     while todo:
-        new = [user for user in todo.pop().users if user.op == "call_function" and user not in behind]
+        new = [user for user in todo.pop().users if user in among and user not in behind]
         behind.update(new)
         todo += new
-    return behind & _ancestors(end, behind)
+    nodes = behind & _ancestors(end, behind)
+    is_alone = end in nodes and all(operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes)
+    return nodes if is_alone else set()
 
 
 def _is_like(node: fx.Node, primal: fx.Node) -> bool:

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.delivery import Delivery, Saved, places_of, results_of
-from streamfx.ir.joint import ancestors, is_tensor
+from streamfx.ir.delivery import Delivery, Saved, places_of
+from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.traits import is_expensive, is_random
@@ -50,7 +50,7 @@ def in_stretches(runner: OuterRunner, chain: Chain) -> Callable[[list[Any]], Any
 def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
     """For each tensor that a forward half saves: the inputs, by position, in whose memory it may lie."""
     inputs = {node: position for position, node in enumerate(forward.find_nodes(op="placeholder"))}
-    saved = [node for node in results_of(forward)[num_outputs:] if is_tensor(node)]
+    saved = [node for node in outputs_of(forward)[num_outputs:] if is_tensor(node)]
     return tuple(frozenset(inputs[memory] for memory in memories(node) if memory in inputs) for node in saved)
 
 
@@ -86,25 +86,33 @@ def _takes_time(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _early(module: fx.GraphModule) -> list[fx.Node]:
     """The operators in an order in which they can run: that of the graph, but for what can run early."""
-    operators = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    movable, placed = _movable(module), set(module.graph.find_nodes(op="placeholder"))
-    order: list[fx.Node] = []
+    inputs = module.graph.find_nodes(op="placeholder")
+    movable, placed, order = _movable(module), set(inputs), list[fx.Node]()
+
+    def may_follow(node: fx.Node) -> bool:
+        return node in movable and node not in placed and placed.issuperset(node.all_input_nodes)
 
     def place(node: fx.Node) -> None:
         order.append(node)
         placed.add(node)
-        follow(node)
 
     def follow(node: fx.Node) -> None:
-        for user in node.users:
-            if user in movable and user not in placed and placed.issuperset(user.all_input_nodes):
+        """Place what waited for a node alone, each with what waited for it."""
+        todo = [iter(node.users)]
+        while todo:
+            user = next(filter(may_follow, todo[-1]), None)
+            if user is None:
+                todo.pop()
+            else:
                 place(user)
+                todo.append(iter(user.users))
 
-    for node in list(placed):
+    for node in inputs:
         follow(node)
-    for node in operators:
-        if node not in placed:
+    for node in module.graph.nodes:
+        if node not in placed and node.op != "output":
             place(node)
+            follow(node)
     return order
 
 
@@ -140,7 +148,7 @@ def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[i
         for position in positions:
             readers[position] = max(readers.get(position, 0), last.get(node, 0))
     found: dict[int, dict[int, fx.Node]] = {}
-    for position, gradient in enumerate(results_of(graph)):
+    for position, gradient in enumerate(outputs_of(graph)):
         if isinstance(gradient, fx.Node):
             reads = [last.get(memory, 0) for memory in memories(gradient)]
             index = max([number.get(gradient, 0), readers.get(position, 0), *reads])

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from streamfx.ir.collectives import Gather
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import sizes_first
+from streamfx.ir.joint import handed_over, outputs_of
 from streamfx.ir.stretch import Stretch
 from streamfx.options import Options
 from streamfx.passes.codegen.outer import RUN
@@ -45,7 +45,7 @@ class PutBack:
         forward, kept = _Half(program.forward), set[fx.Node]()
         if program.backward is not None:
             backward = _Half(program.backward)
-            saved = _handed_over(program.forward, program.backward, len(facts.joint.outputs))
+            saved = handed_over(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
             again = {taken: weights[node] for taken, node in saved.items() if node in weights}
             kept = {node for node in again if self.keeps(again[node], backward.first_run(node))}
             for node, gather in again.items():
@@ -70,12 +70,6 @@ class PutBack:
         return first_run == 0 if gather.keeps is None else gather.keeps
 
 
-def _handed_over(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """For each input of the backward half what the forward half has saved for it."""
-    values: Any = forward.graph.output_node().args[0]
-    return dict(zip(backward.graph.find_nodes(op="placeholder"), sizes_first(values[num_outputs:]), strict=False))
-
-
 Use = tuple[fx.Node, fx.Node]  # who uses a weight, and the weight or a view of it
 
 
@@ -91,7 +85,7 @@ class _Half:
         at = 0
         for node in self.graph.nodes:
             at = self.run[node] = max(at, node.meta.get(RUN, 0))
-            if _computes(node):
+            if computes(node):
                 self.first.setdefault(at, node)
 
     def finish(self) -> None:
@@ -115,7 +109,7 @@ class _Half:
             made = {shard: self._written(gather.stretch, shard, begins, first)}
             for user, value in group:
                 user.replace_input_with(value, _view(value, made, first))
-        for view in reversed(views):
+        for view in sorted(views, reverse=True):
             self.graph.erase_node(view)
         shard.meta = {**shard.meta, "val": gather.shard}
 
@@ -139,9 +133,9 @@ class _Half:
 
     def reduce(self, position: int, stretch: Stretch) -> None:
         """Let a gradient's reduction begin once the gradient is there, and be waited for behind the next region."""
-        results: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
+        results = list(outputs_of(self.graph))
         gradient = results[position]
-        begins = next(node for node in _behind(gradient) if node is self.output or _computes(node))
+        begins = next(node for node in _behind(gradient) if node is self.output or computes(node))
         ends = self.first.get(self.run[gradient] + 2, self.output)
         results[position] = self._written(stretch, gradient, begins, ends)
         self.output.args = (tuple(results),)
@@ -155,7 +149,7 @@ class _Half:
         return made[stretch.end]
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
     """Whether a node is one that others are placed around: a loop, or an operator that runs whole."""
     return RUN in node.meta and not _is_light(node)
 
@@ -165,19 +159,18 @@ def _is_light(node: fx.Node) -> bool:
     return is_moved_elements(node) or node.target in PUTS_TOGETHER or node.target is aten._to_copy.default
 
 
-def _views_of(weight: fx.Node) -> list[fx.Node]:
-    """What is made of a weight alone, and is light, in order."""
-    found: dict[fx.Node, None] = {}
-    for node in _behind(weight):
-        sources = node.all_input_nodes
-        if (
-            node.op == "call_function"
-            and sources
-            and _is_light(node)
-            and all(source is weight or source in found for source in sources)
-        ):
-            found[node] = None
-    return list(found)
+def _views_of(weight: fx.Node) -> set[fx.Node]:
+    """What is made of a weight alone, and is light."""
+    found, todo = {weight}, [weight]
+    while todo:
+        new = [user for user in todo.pop().users if user not in found and _is_view(user, found)]
+        found.update(new)
+        todo += new
+    return found - {weight}
+
+
+def _is_view(node: fx.Node, found: set[fx.Node]) -> bool:
+    return node.op == "call_function" and _is_light(node) and found.issuperset(node.all_input_nodes)
 
 
 def _view(value: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import sizes_first
+from streamfx.ir.joint import handed_over
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import LoopSpec, Number, Part, Program, Same
 from streamfx.ir.structure import structure
@@ -49,12 +49,11 @@ class Visibility:
 
 
 def _saved(program: Program, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """For each input of the backward half the value of the forward half that was saved for it; sizes come first."""
+    """For each input of the backward half the value of the forward half that was saved for it, and is the same."""
     if program.backward is None:
         return {}
-    values: Any = program.forward.graph.output_node().args[0]
-    pairs = zip(program.backward.graph.find_nodes(op="placeholder"), sizes_first(values[num_outputs:]), strict=False)
-    return {taken: value for taken, value in pairs if taken.meta.get("val") is value.meta.get("val")}
+    saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
+    return {taken: value for taken, value in saved.items() if taken.meta.get("val") is value.meta.get("val")}
 
 
 def _take_apart(spec: LoopSpec, sources: Sequence[Any], known: dict[Any, MaskProgram]) -> None:

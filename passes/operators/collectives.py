@@ -25,7 +25,15 @@ REDUCTIONS = (
 )
 ALL_REDUCES = ("_c10d_functional::all_reduce",)
 WAIT = "_c10d_functional::wait_tensor"
+<<<<<<< HEAD
 ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all that torch knows but those with factors
+=======
+OF_SEVERAL = {  # what runs several at once
+    "_c10d_functional::all_gather_into_tensor": "all_gather_into_tensor_coalesced",
+    "_c10d_functional::all_reduce": "all_reduce_coalesced",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
+}
+>>>>>>> main
 LINEAR_REDUCTIONS = ("sum", "avg")
 PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
     {
@@ -81,6 +89,14 @@ def groups_of(graph: fx.Graph) -> list[str]:
 
 def is_wait(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() == WAIT
+
+
+def of_several(node: fx.Node) -> OpOverload | None:
+    """What does to several values at once what a collective does to one; None for what is none."""
+    if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in OF_SEVERAL:
+        return None
+    found: OpOverload = getattr(torch.ops._c10d_functional, OF_SEVERAL[node.target.name()]).default
+    return found
 
 
 def gives_the_same_twice(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_valu
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
-from streamfx.ir.joint import device_of
+from streamfx.ir.joint import device_of, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
@@ -79,10 +79,10 @@ def fits_whole(
     They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
     outputs that the halves do not make.
     """
-    held, made = held_bytes(forward), backward.graph.output_node().args[0]
-    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others  # type: ignore[arg-type]
-    results = forward.graph.output_node().args[0]
-    saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}  # type: ignore[index,union-attr]
+    held, made = held_bytes(forward), outputs_of(backward.graph)
+    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
+    results = outputs_of(forward.graph)
+    saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}
     if sum(bytes_like(node.meta.get("val")) for node in saved) > left:
         return False
     try:

@@ -28,7 +28,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form, Role
-from streamfx.ir.joint import JointGraph, is_tensor
+from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.signature import Scan
 from streamfx.ir.stage import Stage
 from streamfx.passes.analysis.multiples import Multiple, multiples
@@ -93,8 +93,8 @@ def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:
         outside = {user for user in multiple.gradient.users if user not in inside and user not in made}
         multiple.gradient.replace_all_uses_with(made[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
         scaled.append(made)
-    results = facts.joint.graph.output_node().args[0]
-    joint: JointGraph = replace(facts.joint, gradients=tuple(results[len(facts.joint.outputs) :]))  # type: ignore[index,arg-type]
+    gradients = outputs_of(facts.joint.graph)[len(facts.joint.outputs) :]
+    joint = replace(facts.joint, gradients=gradients)
     facts = replace(facts, joint=joint, found_axes=scaling.axes, found_demand=scaling.demand)
     return replace(facts, found_stages=_stages_after(facts, found, ones, scaled))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import fx
 
@@ -25,10 +25,3 @@ class Delivery:
 def places_of(deliveries: Sequence[Delivery]) -> tuple[tuple[int, ...], ...]:
     """Which gradients each stretch hands over."""
     return tuple(tuple(sorted(delivery.gradients)) for delivery in deliveries)
-
-
-def results_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a half returns."""
-    results = graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    return tuple(results)

@@ -93,7 +93,7 @@ def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
 def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGraph:
     """Read `graph` as a joint graph whose first placeholders are primals and whose first outputs are forward results."""
     placeholders = tuple(graph.find_nodes(op="placeholder"))
-    results = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    results = outputs_of(graph)
     outputs = results[:num_outputs]
     early = [
         node for node in graph.nodes if is_assertion(node) and not ancestors((node,)).intersection(placeholders[num_primals:])
@@ -141,6 +141,18 @@ def is_size(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(
         node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
+
+
+def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns: nodes and constants."""
+    results = graph.output_node().args[0]
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def handed_over(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
+    """For each input of a backward half the value that its forward half saves for it; tangents are none of them."""
+    saved = sizes_first(outputs_of(forward)[num_outputs:])
+    return dict(zip(backward.find_nodes(op="placeholder"), saved, strict=False))
 
 
 def sizes_first(saved: Iterable[Any]) -> list[Any]:

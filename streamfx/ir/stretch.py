@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -21,9 +20,8 @@ class Stretch:
         graph = fx.Graph()
         copies = {source: graph.placeholder(source.name)}
         copies[source].meta = {"val": source.meta["val"]}
-        for node in source.graph.nodes:
-            if node in nodes:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+        for node in sorted(nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(copies[end])
         return Stretch(graph)
 
@@ -47,19 +45,3 @@ class Stretch:
             with source.graph.inserting_before(before(node)):
                 copies[node] = source.graph.node_copy(node, copies.__getitem__)
         return copies
-
-
-def equal(one: Stretch, other: Stretch) -> bool:
-    """Whether two stretches are the same operators with the same arguments."""
-
-    def text(stretch: Stretch) -> list[Any]:
-        names = {node: i for i, node in enumerate(stretch.graph.nodes)}
-        return [
-            (node.op != "placeholder" and node.target, _named(node.args, names), _named(node.kwargs, names)) for node in names
-        ]
-
-    return text(one) == text(other)
-
-
-def _named(arguments: Any, names: dict[fx.Node, int]) -> Any:
-    return fx.node.map_arg(arguments, lambda node: f"%{names[node]}")

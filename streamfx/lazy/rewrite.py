@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from streamfx.ir.joint import outputs_of
 from streamfx.ir.recipe import (
     Given,
     GivenInput,
@@ -60,11 +61,6 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
     outputs = outputs_of(module.graph)
     chosen = _chosen(outputs, values)
     return _Rewriter(module, values, outputs, chosen).result() if chosen else None
-
-
-def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
-    results = graph.output_node().args[0]
-    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 def _chosen(outputs: Sequence[Any], values: Values) -> dict[fx.Node, Frontier]:

@@ -26,8 +26,16 @@ def taken_off(facts: Facts) -> Iterator[str]:
 
 def put_back(facts: Facts) -> Iterator[str]:
     """Both halves, with collectives between loops."""
-    if facts.collectives is None or facts.program is None:
-        yield "no collective was taken off"
+    yield from _halves(facts) if facts.collectives is not None else ("no collective was taken off",)
+
+
+def as_one(facts: Facts) -> Iterator[str]:
+    """Both halves, with those collectives as one that stand between the same loops."""
+    yield from _halves(facts) if facts.collectives is not None else ("no collectives run as one",)
+
+
+def _halves(facts: Facts) -> Iterator[str]:
+    if facts.program is None:
         return
     values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
     yield from outer_lines(facts.program, Known({}, {id(node.meta["val"]): node.name for node in values}))

@@ -14,7 +14,7 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
-from streamfx.report.collectives import put_back, taken_off
+from streamfx.report.collectives import as_one, put_back, taken_off
 from streamfx.report.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.runtime.mask_programs import MaskProgram
 from streamfx.runtime.recurrences import Recurrence
@@ -264,6 +264,7 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "rewrite": _program,
     "put back": put_back,
     "fit": _fit,
+    "buckets": as_one,
     "visibility": _masks,
     "lower": _bodies,
 }

@@ -29,7 +29,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from streamfx.ir.delivery import Delivery, Saved, results_of
+from streamfx.ir.delivery import Delivery, Saved
+from streamfx.ir.joint import outputs_of
 from streamfx.runtime.as_traced import unmarked
 from streamfx.runtime.mask_programs import looking
 from streamfx.runtime.outer import OuterRunner, call_of, found_before
@@ -204,7 +205,7 @@ class StagewiseRunner:
         after_this_backward(run.finish)
         return [
             output if not isinstance(output, fx.Node) else None if place in chained else run.results.pop(place)
-            for place, output in enumerate(results_of(self.whole.module.graph))
+            for place, output in enumerate(outputs_of(self.whole.module.graph))
         ]
 
     def _stretches(self) -> Stretches:

@@ -113,7 +113,9 @@ def cause_of(error: BaseException) -> Exception | None:
 
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
-    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13)."""
+    """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); where
+    `logging.config` has switched off all loggers that were there, too.
+    """
     found: list[tuple[str, int, str]] = []
     shape = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 
@@ -123,16 +125,17 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
                 found.append((match[1], int(match[2]), match[3]))
 
     logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
-    level, propagate = logger.level, logger.propagate
+    level, propagate, disabled = logger.level, logger.propagate, logger.disabled
     logger.addHandler(handler)
     logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.disabled = False
     logger.setLevel(logging.DEBUG)
     try:
         yield found
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        logger.propagate = propagate
+        logger.propagate, logger.disabled = propagate, disabled
 
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:

@@ -39,5 +39,7 @@ KINDS = {
     "keys": "values of positions that are made for too few keys",
     "shards": "what is known of a shard, taken for the whole",
     "ranks": "rows that are reduced over ranks, inside of loops",
+    "buckets": "collectives that run as one and are not of one kind, or too late for who needs them",
+    "stages": "gradients that are handed over while they, or their parameters, are still read",
 }
 ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS, *ranks.ROWS)

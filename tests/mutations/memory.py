@@ -102,6 +102,24 @@ WRITTEN = (
         ("test_memory.py::test_a_slice_of_what_a_loop_is_given",),
     ),
 )
+HANDED_OVER = (
+    Mutation(
+        "stages",
+        "a gradient is handed over while its parameter is still read",
+        "passes/codegen/deliveries.py",
+        "number.get(gradient, 0), readers.get(position, 0), *reads",
+        "number.get(gradient, 0), *reads",
+        ("test_deliveries.py::test_a_gradient_is_handed_over_once_its_parameter_is_read",),
+    ),
+    Mutation(
+        "stages",
+        "a gradient is handed over while it is still read",
+        "passes/codegen/deliveries.py",
+        "number.get(gradient, 0), readers.get(position, 0), *reads",
+        "number.get(gradient, 0), readers.get(position, 0)",
+        ("test_deliveries.py::test_a_gradient_is_handed_over_before_the_next_product",),
+    ),
+)
 SHOWN = (
     Mutation(
         "views",
@@ -230,4 +248,38 @@ SHARDS = (
         ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
     ),
 )
-ROWS = (*KERNELS, *WRITTEN, *SHOWN, *MARKS, *SEGMENTS, *SHARDS)
+TOGETHER = (
+    Mutation(
+        "buckets",
+        "sums and largest values are one call",
+        "passes/codegen/buckets.py",
+        "return node.target, node.args[1:], value.dtype, value.device",
+        "return node.target, value.dtype, value.device",
+        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+    ),
+    Mutation(
+        "buckets",
+        "values of two types are one call",
+        "passes/codegen/buckets.py",
+        "return node.target, node.args[1:], value.dtype, value.device",
+        "return node.target, node.args[1:], value.device",
+        ("test_buckets.py::test_those_of_other_kinds_do_not",),
+    ),
+    Mutation(
+        "buckets",
+        "one call reduces what is made of its own result",
+        "passes/codegen/buckets.py",
+        "if not set(bucket).isdisjoint(node.all_input_nodes)",
+        "if False",
+        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+    ),
+    Mutation(
+        "buckets",
+        "what has waited is begun before what can begin at once",
+        "passes/codegen/buckets.py",
+        "return sorted(nodes, key=waits.__getitem__)",
+        "return list(nodes)",
+        ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
+    ),
+)
+ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS, *TOGETHER)

@@ -1,4 +1,5 @@
-"""Ways of calling a compiled model: from several threads, at several lengths, after its buffers were changed, touched late.
+"""Ways of calling a compiled model: from several threads, at several lengths, after its buffers were changed, touched late,
+with hooks that run while gradients arrive.
 
 Each compares with eager calls of a copy, and gives back the errors as the other comparisons do.
 """
@@ -199,10 +200,58 @@ def _changed(model: nn.Module, way: str) -> None:
         CHANGES[way](module, own, torch.full_like(getattr(module, own), 0.5))
 
 
+# -- hooks that run between two stretches of a backward half
+
+
+def _stages(called: Called, way: str) -> dict[str, float]:
+    """Whoever waits for a gradient writes to it, and to its parameter, as soon as it is there."""
+    own, truth = (
+        _hooked(function, model, called, HOOKS[way])
+        for function, model in ((called.function, called.own), (called.eager, called.eager))
+    )
+    found = errors(own, truth)
+    assert_small(found, called.tolerance, way)
+    return found
+
+
+def _hooked(function: Callable[..., Any], model: nn.Module, called: Called, hook: Callable[[Tensor], None]) -> Outcome:
+    """What two steps leave of parameters and inputs; the second adds to gradients that the first left."""
+    leaves = dict(model.named_parameters())
+    _hook(leaves, hook)
+    for number in range(2):
+        given = fresh({name: _shuffled(item, number) for name, item in called.inputs.items()})
+        _hook(given, hook)
+        called.reduce(function(**given)).backward()
+        leaves |= {f"{name} of step {number}": item for name, item in given.items()}
+    return Outcome({name: item.detach() for name, item in leaves.items()}, {name: item.grad for name, item in leaves.items()})
+
+
+def _hook(leaves: Mapping[str, Tensor], hook: Callable[[Tensor], None]) -> None:
+    for leaf in leaves.values():
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(hook)
+
+
+def _updated(parameter: Tensor) -> None:
+    if parameter.grad is not None:  # a weight of which nothing is used: torch calls the hook where a function is compiled
+        parameter.data -= 0.1 * parameter.grad
+        parameter.grad.zero_()  # nobody else may read it any more
+        parameter.grad = None
+
+
+def _added(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad += 1
+
+
+HOOKS: dict[str, Callable[[Tensor], None]] = {"optimizer": _updated, "added": _added}
+
+
 WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
     "threads": _threads,
     "lengths": _lengths,
     "configured": _configured,
     "buffer": _buffer,
     "late": _late,
+    "stages": _stages,
 }

@@ -78,6 +78,15 @@ def _called(decoder: Decoder, way: str) -> Decoder:
     return replace(_small(decoder), calls=way, extra="none", bend="none", dynamic=False)
 
 
+def _stages(decoder: Decoder, random: Random) -> Decoder:
+    """Two layers, so that there is a stretch between; weights that are used twice, and inputs that join between."""
+    own = _features(decoder, random)
+    if random.random() < 0.5:
+        own = replace(own, features="none", embedding=random.choice(("tokens", "tied", "positions", "two tables")))
+    way = random.choice([way for way in CALLS if way.startswith("stages")])
+    return replace(_called(own, way), layers=own.layers, keep_every=random.choice((1, 2, 3)))
+
+
 def _linear(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, scale=random.choice((5, 0.3)), extra="none", **drawn(Decoder, random, "bend", "bend_at"))
 
@@ -161,6 +170,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "few": _few,
     "views": _views,
     "halves": partial(_beside, extras=HALVES),
+    "stages": _stages,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -176,6 +186,7 @@ OFTEN = (
     "looked up",
     "over keys",
     "views",
+    "stages",
 )
 
 

@@ -29,6 +29,7 @@ CALLS = (  # see calls.py
     *("threads", "lengths", "configured"),
     *(f"buffer {way}" for way in ("written", "data written", "data", "numpy", "new")),
     *(f"late {way}" for way in ("optimizer", "fused", "data written", "data", "numpy", "in place")),
+    *(f"stages {way}" for way in ("optimizer", "added")),
 )
 
 
@@ -180,7 +181,8 @@ def _sensible_beside(decoder: Decoder) -> Decoder:
         first = replace(decoder.layers[0], mask="buffer", core="matmul", hiding="fill", bent="none", sinks="none")
         decoder = replace(decoder, layers=(first, *decoder.layers[1:]), outputs="loss")
     if decoder.calls != "one":
-        decoder = replace(decoder, compiled=True, precision="float64", embedding="tokens", dynamic=decoder.calls == "lengths")
+        decoder = replace(decoder, compiled=True, precision="float64", dynamic=decoder.calls == "lengths")
+        decoder = decoder if decoder.calls.startswith("stages") else replace(decoder, embedding="tokens")
         decoder = replace(decoder, outputs="loss") if decoder.outputs not in ("loss", "logits", "views") else decoder
         decoder = replace(decoder, outputs="loss") if decoder.calls == "lengths" and decoder.outputs != "views" else decoder
     if decoder.loss in OUTSIDE and decoder.outputs != "logits":

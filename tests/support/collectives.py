@@ -36,10 +36,12 @@ class Wire:
         calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
         early = late = 0
         for i, event in enumerate(events):
-            if event.name in calls:
-                calls[event.name] += 1
-                sizes[event.name] += 8 * prod(event.input_shapes[0])
-            if event.name in (SCATTER, REDUCE):
+            kind = event.name.removesuffix("_coalesced")
+            if kind in calls:
+                calls[kind] += 1
+                shapes = event.structured_input_shapes[0]
+                sizes[kind] += 8 * sum(map(prod, shapes if kind != event.name else [shapes]))
+            if kind in (SCATTER, REDUCE):
                 early, late = early + (i < last), late + (i > last)
         return Wire(calls, sizes, early / max(early + late, 1))
 
@@ -93,12 +95,12 @@ def step(run: Callable[..., Tensor], model: nn.Module, truth: nn.Module, length:
 def worst(model: nn.Module, truth: nn.Module) -> float:
     """The largest difference between a gradient and the true one, relative to the largest number of all true ones."""
     true = dict(truth.named_parameters())
-    pairs = [(whole_gradient(own), true[name].grad) for name, own in model.named_parameters()]
-    assert all(own is not None and other is not None for own, other in pairs)
-    scale = max(other.abs().max().item() for _, other in pairs)  # type: ignore[union-attr]
-    return max((own - other).abs().max().item() for own, other in pairs) / scale  # type: ignore[operator,union-attr]
+    pairs = [(whole_gradient(own), whole_gradient(true[name])) for name, own in model.named_parameters()]
+    scale = max(other.abs().max().item() for _, other in pairs)
+    return max((own - other).abs().max().item() for own, other in pairs) / scale
 
 
-def whole_gradient(parameter: Tensor) -> Tensor | None:
+def whole_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
+    assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
