@@ -7,12 +7,16 @@ reads what the others have written. Where that is not the same, rows are reduced
 where it is still not the same, all of them run the graph as it stands.
 
 Lengths are not compared: eager's own reduction asks that they are the same on all ranks, in each call.
+
+Collectives on weights have no rows: ranks may have sequences of other lengths, and compile again in other steps. So for a group
+that has only such collectives ranks compare what they have not yet agreed on, and raise an error where that is not the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TypeAlias
 
 from torch import fx
@@ -28,7 +32,7 @@ from streamfx.runtime.loop import Loop
 from streamfx.torch_private.ranks import Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
-Exchange: TypeAlias = "Callable[..., list[str]]"  # text, group, whether it waits: what all ranks of the group have written
+Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
 FAILED = "failed: "
 SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
 DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
@@ -51,6 +55,20 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
 
 
 def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
+    facts = _rows_agreed(run, capture, exchange)
+    if facts.collectives is not None:
+        reduced = {str(node.args[2]) for node in rows_over_ranks(facts)}
+        for group in groups_of(capture().joint.graph):
+            if group not in reduced:
+                texts = exchange(said(facts, group), group, new=True)
+                _raise_failed(texts)
+                if len(set(texts)) > 1:
+                    raise RanksDiffer.in_order(*_first_difference(texts))
+    return facts
+
+
+def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
+    """With the rows that are reduced over ranks where all of these ranks reduce them."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = list(dict.fromkeys(str(node.args[2]) for node in rows))
@@ -75,18 +93,29 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 def is_said_by_all(facts: Facts, group: str, exchange: Exchange) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
     texts = exchange(said(facts), group)
-    failed = next((text for text in texts if text.startswith(FAILED)), None)
-    if failed is not None:
-        raise RanksDiffer.elsewhere(failed.removeprefix(FAILED))
+    _raise_failed(texts)
     return len(set(texts)) == 1
 
 
-def said(facts: Facts) -> str:
-    """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
-    return "\n".join(_lines(facts.program)) if facts.program is not None else "as it stands"
+def _raise_failed(texts: Sequence[str]) -> None:
+    failed = next((text for text in texts if text.startswith(FAILED)), None)
+    if failed is not None:
+        raise RanksDiffer.elsewhere(failed.removeprefix(FAILED))
 
 
-def _lines(program: Program) -> Iterator[str]:
+def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
+    """The first rank that runs something else than the first rank, and what both run there."""
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="nothing more")
+    return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))
+
+
+def said(facts: Facts, group: str | None = None) -> str:
+    """Which collectives a program runs, of one group or of all, and in which order; in a loop with chunks, and what each has."""
+    return "\n".join(_lines(facts.program, group)) if facts.program is not None else "as it stands"
+
+
+def _lines(program: Program, group: str | None) -> Iterator[str]:
     for name, half in (("forward", program.forward), ("backward", program.backward)):
         yield name
         for node in half.graph.nodes if half is not None else ():
@@ -95,7 +124,7 @@ def _lines(program: Program) -> Iterator[str]:
                 reduced = [str(inner.meta[REDUCED]) for inner in loop.spec.body.graph.nodes if inner.target is begin]
                 order = "backwards" if loop.spec.reverse else "forwards"
                 yield from (f"  {order} {loop.spec.chunk_size} of {loop.spec.length}", *reduced) if reduced else ()
-            elif is_collective(node):
+            elif is_collective(node) and group in (None, node.args[-1]):
                 yield f"  {node.target} {fx.node.map_arg((node.args, node.kwargs), _shown)}"
 
 

@@ -88,6 +88,15 @@ class RanksDiffer(StreamFXError, RuntimeError):
         )
 
     @staticmethod
+    def in_order(rank: int, first: str, other: str) -> RanksDiffer:
+        """What is raised where ranks would run other collectives, or in another order."""
+        return RanksDiffer(
+            "all ranks have to run the same collectives in the same order",
+            found=f"{first} on the first rank of a group, {other} on its rank {rank}",
+            do="give all ranks the same options: save, keep_every and reshard, and a memory_budget only if it is the same",
+        )
+
+    @staticmethod
     def without(error: BaseException) -> RanksDiffer:
         """What is raised where other ranks do not say what they run."""
         return RanksDiffer(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from streamfx.errors import RanksDiffer
 from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, of_any_length, step, worst
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
@@ -48,33 +52,62 @@ def simple_fsdp() -> dict[str, Step]:
     return {**found, "eager": in_eager(model, truth)}
 
 
-def measured(rank: int) -> dict[str, dict[str, Step]]:
-    return {"fsdp": simple_fsdp()}
+def plans_of_ranks(rank: int) -> list[str]:
+    """What ranks say that keep other weights, twice, and what they say then of plans that are the same."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    return [said_by(mesh, reshard=rank == 0), said_by(mesh, reshard=rank == 0), said_by(mesh)]
+
+
+def failure_of_a_rank(rank: int) -> str:
+    fault = mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else nullcontext()
+    with fault:
+        return said_by(DeviceMesh.from_group(dist.new_group(), "cpu"), layers=3)
+
+
+def said_by(mesh: DeviceMesh, layers: int = 1, **options: Any) -> str:
+    torch._dynamo.reset()
+    model, _ = twins(layers=layers)
+    try:
+        compiled(sharded(model, mesh), **options)(*data_of(0, 4 * CHUNK)).backward()
+    except RanksDiffer as error:
+        return str(error)
+    return "no error"
+
+
+def measured(rank: int) -> dict[str, Any]:
+    return {"steps": simple_fsdp(), "plans": plans_of_ranks(rank), "failure": failure_of_a_rank(rank)}
 
 
 @pytest.fixture(scope="module")
-def steps() -> dict[str, dict[str, Step]]:
-    """What rank 0 has measured."""
-    return on_ranks(measured)[0]
+def found() -> list[dict[str, Any]]:
+    """What each rank has measured."""
+    return on_ranks(measured)
+
+
+@pytest.fixture(scope="module")
+def steps(found: list[dict[str, Any]]) -> dict[str, Step]:
+    """Those of rank 0."""
+    steps: dict[str, Step] = found[0]["steps"]
+    return steps
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
-def test_gradients_are_those_of_one_process(steps: dict[str, dict[str, Step]], chunks: int) -> None:
+def test_gradients_are_those_of_one_process(steps: dict[str, Step], chunks: int) -> None:
     """Ranks have data and tangents of their own."""
-    own = steps["fsdp"][f"{chunks} chunks"]
+    own = steps[f"{chunks} chunks"]
     assert own.loss_error < 1e-12 and own.error < 1e-12
 
 
-def test_collectives_do_not_depend_on_the_number_of_chunks(steps: dict[str, dict[str, Step]]) -> None:
-    one, four, sixteen = (steps["fsdp"][f"{chunks} chunks"] for chunks in (1, 4, 16))
+def test_collectives_do_not_depend_on_the_number_of_chunks(steps: dict[str, Step]) -> None:
+    one, four, sixteen = (steps[f"{chunks} chunks"] for chunks in (1, 4, 16))
     assert (one.forward, one.backward) == (four.forward, four.backward) == (sixteen.forward, sixteen.backward)
 
 
-def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: dict[str, dict[str, Step]]) -> None:
+def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: dict[str, Step]) -> None:
     """In bytes; in calls there is one per stage: the embedding's weights are gathered with those of the first layer, and reduced
     with them.
     """
-    own, eager = steps["fsdp"]["4 chunks"], steps["fsdp"]["eager"]
+    own, eager = steps["4 chunks"], steps["eager"]
     parameters = len(list(Decoder(LAYERS).parameters()))
     assert eager.forward.calls[GATHER] == eager.backward.calls[SCATTER] == parameters
     assert own.forward.calls == {GATHER: LAYERS, SCATTER: 0, REDUCE: 0}
@@ -84,9 +117,21 @@ def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: dict[s
         assert own.backward.bytes[kind] <= eager.backward.bytes[kind]
 
 
-def test_reductions_begin_while_others_compute(steps: dict[str, dict[str, Step]]) -> None:
+def test_reductions_begin_while_others_compute(steps: dict[str, Step]) -> None:
     """All but those of the stage that comes last in the backward half: the first layer's and the embedding's."""
-    assert steps["fsdp"]["4 chunks"].backward.early == LAYERS / (1 + LAYERS)
+    assert steps["4 chunks"].backward.early == LAYERS / (1 + LAYERS)
+
+
+def test_ranks_that_would_run_other_collectives_say_so(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        first, second, same = own["plans"]
+        assert "the same collectives in the same order" in first and first == second and same == "no error"
+
+
+def test_ranks_hear_that_another_has_failed(found: list[dict[str, Any]]) -> None:
+    here, there = (own["failure"] for own in found)
+    assert "another rank could not analyse this graph" in here and "this rank could not analyse" in there
+    assert "ValueError: no such axis" in here and "ValueError: no such axis" in there
 
 
 # -- more ranks, other meshes

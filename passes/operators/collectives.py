@@ -25,15 +25,12 @@ REDUCTIONS = (
 )
 ALL_REDUCES = ("_c10d_functional::all_reduce",)
 WAIT = "_c10d_functional::wait_tensor"
-<<<<<<< HEAD
 ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all that torch knows but those with factors
-=======
 OF_SEVERAL = {  # what runs several at once
     "_c10d_functional::all_gather_into_tensor": "all_gather_into_tensor_coalesced",
     "_c10d_functional::all_reduce": "all_reduce_coalesced",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
 }
->>>>>>> main
 LINEAR_REDUCTIONS = ("sum", "avg")
 PUTS_TOGETHER = frozenset(  # shards to a whole, and a whole to shards
     {
@@ -82,8 +79,8 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def groups_of(graph: fx.Graph) -> list[str]:
-    """The groups of ranks over which a graph reduces element by element, by name."""
-    found = (node.args[2] for node in graph.nodes if is_all_reduce(node) or is_reduced_over_ranks(node))
+    """The groups of ranks that a graph has collectives of, by name."""
+    found = (node.args[-1] for node in graph.nodes if (is_collective(node) or is_reduced_over_ranks(node)) and node.args)
     return list(dict.fromkeys(group for group in found if isinstance(group, str)))
 
 

@@ -209,7 +209,7 @@ class _Watched(Compilation):
     """A compilation that keeps what it finds, and runs nothing."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
-        super().__init__(module, call.options, exchange=lambda text, group, waits=True: [text])  # no other rank need look, too
+        super().__init__(module, call.options, exchange=lambda text, group, **how: [text])  # no other rank need look, too
         self.call = call
         self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
 
