@@ -205,4 +205,28 @@ ROWS = (
         "return is_random(node)",
         ("test_ranks.py::test_steps_that_ask_other_ranks_are_no_recurrence",),
     ),
+    Mutation(
+        "ranks",
+        "the largest of sums is the sum of the largest",
+        "passes/canonicalization/over_ranks.py",
+        " or one.args[1] not in LINEAR_REDUCTIONS",
+        "",
+        ("test_equations.py::test_equation[sums over ranks together]",),
+    ),
+    Mutation(
+        "ranks",
+        "sums and means over ranks are sent together",
+        "passes/canonicalization/over_ranks.py",
+        "is_same = one.args[1:] == other.args[1:] and is_alike",
+        "is_same = is_alike",
+        ("test_equations.py::test_equation[sums over ranks together]",),
+    ),
+    Mutation(
+        "ranks",
+        "a sum over ranks that is read by itself is sent twice",
+        "passes/canonicalization/over_ranks.py",
+        "if not is_own or not is_same",
+        "if not is_same",
+        ("test_equations.py::test_equation[sums over ranks together]",),
+    ),
 )
