@@ -60,8 +60,8 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)), (plain(4, 3),)),
     ),
     "sums over ranks together": (
-        Case(lambda x, y: over_ranks(x, "sum") + over_ranks(y, "sum"), (plain(4, 3),) * 2),
-        Case(not_together, (plain(4, 3),) * 6),
+        Case(lambda x, y: over_ranks(x, "sum") + over_ranks(y, "sum"), (plain(4, 3), plain(4, 3))),
+        Case(not_together, tuple(plain(4, 3) for _ in range(6))),
     ),
     "copied over": (CASES["copied over"], CASES["copied over another type"]),
     "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),
