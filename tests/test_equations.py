@@ -42,26 +42,11 @@ def of_documents(softcap: float) -> Case:
     return Case(lambda q, ends: flash_attn_varlen_func(q, q, q, ends, ends, 3, 3, **how), (plain(5, 3, 8), ends))
 
 
-def over_ranks(x: Tensor, op: str) -> Tensor:
-    return wait_tensor(all_reduce(x, op, "0"))
-
-
-def not_together(*x: Tensor) -> list[Tensor]:
-    """The largest of all ranks, ways that differ, and a sum that is read by itself."""
-    read = over_ranks(x[4], "sum")
-    most, other = over_ranks(x[0], "max") + over_ranks(x[1], "max"), over_ranks(x[2], "sum") + over_ranks(x[3], "avg")
-    return [most, other, read + over_ranks(x[5], "sum"), read]
-
-
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
     "reduced over ranks": (
         Case(lambda x: wait_tensor(all_reduce(x, "sum", "0")), (plain(4, 3),)),
         Case(lambda x: (wait_tensor(begun := all_reduce(x, "sum", "0")), wait_tensor(begun)), (plain(4, 3),)),
-    ),
-    "sums over ranks together": (
-        Case(lambda x, y: over_ranks(x, "sum") + over_ranks(y, "sum"), (plain(4, 3), plain(4, 3))),
-        Case(not_together, tuple(plain(4, 3) for _ in range(6))),
     ),
     "copied over": (CASES["copied over"], CASES["copied over another type"]),
     "marked conjugate": (CASES["a marked conjugate"], CASES["a conjugate of its own"]),

@@ -43,7 +43,6 @@ TABLE: tuple[Equation, ...] = (
     flex.flex_attention,
     opaque.result_within_a_result,
     over_ranks.reduced_over_ranks,
-    over_ranks.sums_over_ranks_together,
     no_ops.alias,
     marks.marked_conjugate,
     marks.marked_negative,

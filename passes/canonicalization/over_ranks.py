@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_alike, node_argument, shape_of_node
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_alike, joint_graph, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.collectives import ELEMENTWISE, LINEAR_REDUCTIONS, WAIT, is_all_reduce, is_reduced_over_ranks
@@ -28,19 +32,42 @@ def reduced_over_ranks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(ALL_REDUCE, x, op, group) if op in ELEMENTWISE and isinstance(group, str) else None
 
 
-@equation(aten.add.Tensor)
-def sums_over_ranks_together(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
+@dataclass(frozen=True)
+class SumsOverRanks:
+    """Sums of rows over ranks that are added up are one sum, sent once: queries, keys and values have one gradient.
 
-    Sent once, where nobody reads either by itself: the gradient of what queries, keys and values are made of. Sums over the same
-    ranks alone; they round in another order.
+        add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
+
+    Only where nobody reads either by itself, and of rows, whose reductions ranks compare: the code of one rank may look at what
+    others do not look at. Sums round in another order.
     """
-    parts = node.args
-    if node.kwargs or not all(isinstance(part, fx.Node) and is_reduced_over_ranks(part) for part in parts):
-        return None
-    one, other = node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2
-    is_own = set(one.users) == set(other.users) == {node}
+
+    name: ClassVar[str] = "sums over ranks"
+
+    def apply(self, facts: Facts) -> Facts:
+        joint, axes, is_changed = facts.joint, facts.found_axes, False
+        if axes is None or axes.sequence is None or facts.apart is not None:
+            return facts
+        rows = {node for node in joint.nodes if is_reduced_over_ranks(node) and axes.sequence_dims(axes.shapes[node])}
+        writer = GraphWriter(joint.graph)
+        for node in joint.nodes if rows else ():
+            parts = node.all_input_nodes
+            if node.target is aten.add.Tensor and not node.kwargs and rows.issuperset(parts) and _is_one_sum(*parts):
+                total = writer.before(node).call(aten.add.Tensor, *(part.args[0] for part in parts))
+                made = writer.call(ALL_REDUCE, total, *parts[0].args[1:])
+                node.replace_all_uses_with(made, propagate_meta=False)
+                for unused in (node, *parts):
+                    joint.graph.erase_node(unused)
+                rows.add(made)
+                is_changed = True
+        joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs)) if is_changed else joint
+        return replace(facts, joint=joint, found_axes=None) if is_changed else facts
+
+
+def _is_one_sum(*parts: fx.Node) -> bool:
+    """Whether two values are reduced in the same way, a linear one, for one reader."""
+    if len(parts) != 2 or any(len(part.users) != 1 for part in parts):
+        return False
+    one, other = parts
     is_same = one.args[1:] == other.args[1:] and is_alike(one, other) and shape_of_node(one) == shape_of_node(other)
-    if not is_own or not is_same or one.args[1] not in LINEAR_REDUCTIONS:
-        return None
-    return writer.call(ALL_REDUCE, writer.call(aten.add.Tensor, one.args[0], other.args[0]), *one.args[1:])
+    return is_same and one.args[1] in LINEAR_REDUCTIONS
