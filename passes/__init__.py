@@ -3,7 +3,7 @@
 if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
 from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
 from streamfx.passes.canonicalization.canonicalize import Canonicalize
+from streamfx.passes.canonicalization.over_ranks import SumsOverRanks
 from streamfx.passes.canonicalization.unshard import Unshard
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
 from streamfx.passes.codegen.buckets import Buckets
@@ -42,10 +43,10 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Fixpoint:
-    """An analysis, and a rewrite that it allows, in turn until nothing is left to rewrite."""
+    """An analysis, and rewrites that it allows, in turn until nothing is left to rewrite."""
 
     analysis: Pass
-    rewrite: Pass
+    rewrites: tuple[Pass, ...]
 
     @property
     def name(self) -> str:
@@ -53,9 +54,13 @@ class Fixpoint:
 
     def apply(self, facts: Facts) -> Facts:
         facts = self.analysis.apply(facts)
-        while (rewritten := self.rewrite.apply(facts)) is not facts:
+        while (rewritten := self._rewritten(facts)) is not facts:
             facts = self.analysis.apply(rewritten)
         return facts
+
+    def _rewritten(self, facts: Facts) -> Facts:
+        found = (rewritten for rewrite in self.rewrites if (rewritten := rewrite.apply(facts)) is not facts)
+        return next(found, facts)
 
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
@@ -65,7 +70,7 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
         Canonicalize(),  # what is this, in the fewest operators?
         Recurrences(),  # which unrolled loops carry a state from row to row?
-        Fixpoint(Axes(), SumsAlongSequence()),  # which dimension of which value is the sequence?
+        Fixpoint(Axes(), (SumsAlongSequence(), SumsOverRanks())),  # which dimension of which value is the sequence?
         Demand(),  # which rows of its operands does each operator need?
         Causality(),  # which keys can a chunk's rows see?
         Stages(),  # where is it cheapest to cut?
@@ -89,15 +94,11 @@ def run_pipeline(capture: Callable[[], Facts], options: Options, after: Callable
     whole: dict[str, str] = {}
     while True:
         try:
-            return _within_budget(lambda: _with_whole(capture(), whole), options, after)
+            return _within_budget(lambda: replace(capture(), whole=dict(whole)), options, after)
         except RunsWhole as found:
             if found.name in whole:
                 raise
             whole[found.name] = found.why
-
-
-def _with_whole(facts: Facts, whole: Mapping[str, str]) -> Facts:
-    return replace(facts, whole={**facts.whole, **whole})
 
 
 def _within_budget(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:

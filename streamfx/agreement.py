@@ -74,8 +74,7 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Ex
     groups = list(dict.fromkeys(str(node.args[2]) for node in rows))
     if not rows or (len(groups) == 1 and is_said_by_all(facts, groups[0], exchange)):
         return facts
-    whole = dict.fromkeys((node.name for node in rows), DIFFER if len(groups) == 1 else SEVERAL)
-    facts = run(lambda: replace(capture(), whole=whole))
+    facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
     if len(groups) > 1 or is_said_by_all(facts, groups[0], exchange):
         return facts
     return replace(facts, program=None, stands=STAND)

@@ -1,8 +1,7 @@
-"""What is reduced over ranks inside of loops, without other processes: which collectives run, and what ranks agree on."""
+"""What is reduced over ranks inside of loops, without other processes: where, how often, in which order."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -13,16 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import streamfx
-from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
-from streamfx.backend import Compilation
-from streamfx.errors import RanksDiffer
-from streamfx.ir.facts import Facts, known
+from streamfx.agreement import said
+from streamfx.ir.facts import known
 from streamfx.ir.joint import node_argument
 from streamfx.ir.plan import AutoChunk
-from streamfx.options import resolved
 from streamfx.passes.analysis.demand import REDUCES_PAIRS
 from streamfx.passes.codegen.lower import split
 from streamfx.passes.codegen.waits import REDUCED
@@ -31,24 +26,18 @@ from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.report.printer import text_of
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.recurrences import Recurrence
-from streamfx.torch_private.dynamo import raised_as_itself
-from streamfx.torch_private.ranks import Missing
 from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
-from tests.support.cut_by_hand import CutDecoder, Shared, Summed
+from tests.support.cut_by_hand import Summed
+from tests.support.over_ranks import WORLD, bodies, decoder, everybody, facts_of, one_of_many, reductions
 from tests.support.sharded import Decoder
 from tests.test_tensor_parallel import cut
-
-WORLD = 8
-Exchange = Callable[..., list[str]]
 
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """Eight ranks, of which this process is the first; the others only exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
+    with one_of_many():
+        yield
 
 
 @pytest.fixture
@@ -57,39 +46,6 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
-
-
-def everybody() -> Any:
-    return dist.group.WORLD
-
-
-def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Exchange | None = None, **options: Any) -> Facts:
-    """What is known of a compiled function in the end."""
-    torch._dynamo.reset()
-    given = resolved({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
-    seen: list[Facts] = []
-
-    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with raised_as_itself(module.graph):
-            return Compilation(module, given, seen, exchange=exchange).compile(example_inputs)
-
-    torch.compile(call, backend=backend)(*inputs)
-    return seen[-1]
-
-
-def decoder(layers: int = 2) -> CutDecoder:
-    """Layers of width 16, of which this rank has one head and four of the inner numbers."""
-    torch.manual_seed(0)
-    return CutDecoder(Decoder(layers, width=32), (1,) * WORLD, (8,) * WORLD)
-
-
-def bodies(facts: Facts) -> list[fx.Graph]:
-    return [loop.spec.body.graph for loop in known(facts.program).loops]
-
-
-def reductions(facts: Facts) -> list[int]:
-    """How many reductions each loop has."""
-    return [sum(node.target is begin for node in graph.nodes) for graph in bodies(facts)]
 
 
 # -- where reductions run
@@ -291,6 +247,46 @@ def test_to_look_at_a_model_asks_nobody(ranks: None) -> None:
     assert "every stage streams" in str(found)
 
 
+def sums(op: str, other: str, reads: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Two reductions of rows that are added up; one may be read by itself."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        h = F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+        first, second = all_reduce(h.sin(), op, everybody()), all_reduce(h.exp(), other, everybody())
+        return (first + second).square().sum() + (first.sum() if reads else 0)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("how", "count"), [(("sum", "sum"), 1), (("max", "max"), 2), (("sum", "avg"), 2), (("sum", "sum", True), 2)], ids=str
+)
+def test_sums_that_are_added_up_are_sent_once(ranks: None, how: Any, count: int) -> None:
+    assert sum(reductions(facts_of(sums(*how), [torch.randn(1, 2, 12, 4), torch.randn(4, 4)]))) == count
+
+
+def test_sums_without_rows_stay_two(ranks: None) -> None:
+    """Ranks do not compare them: one may show a part of them, which others add up alone."""
+
+    def function(x: Tensor) -> Tensor:
+        h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True).sin(), "sum", everybody())
+        return all_reduce(h.sum(), "sum", everybody()) + all_reduce(h.exp().sum(), "sum", everybody())
+
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4)])
+    assert said(facts).count("all_reduce") == 2 and sum(reductions(facts)) == 1
+
+
+def test_equal_reductions_stay_two(ranks: None) -> None:
+    """On other ranks, whose code may choose by rank, they need not be equal."""
+
+    def function(x: Tensor) -> Tensor:
+        most = F.scaled_dot_product_attention(x, x, x, is_causal=True).amax()
+        return all_reduce(most, "max", everybody()) * all_reduce(most, "max", everybody())
+
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4)])
+    assert sum(node.target is ALL_REDUCE for node in facts.joint.graph.nodes) == 2
+
+
 def step_by_step(x: Tensor, weight: Tensor) -> Tensor:
     x = F.scaled_dot_product_attention(*(x[:, None],) * 3, is_causal=True)[:, 0]
     state, rows = torch.zeros_like(x[:, 0]), []
@@ -307,94 +303,3 @@ def test_steps_that_ask_other_ranks_are_no_recurrence(alone: None) -> None:
     assert not any(isinstance(node.target, Recurrence) for node in facts.joint.graph.nodes)
     compiled = torch.compile(step_by_step, backend="streambp", options={"chunk_size": 4})
     torch.testing.assert_close(*(torch.autograd.grad(call(x, weight), weight) for call in (compiled, step_by_step)))
-
-
-# -- agreement
-
-
-class Others:
-    """Ranks that say the same, or something else, in turn."""
-
-    def __init__(self, *say: str | None) -> None:
-        self.say, self.heard = list(say), list[tuple[str, str, bool]]()
-
-    def __call__(self, text: str, group: str, waits: bool = True) -> list[str]:
-        self.heard.append((text, group, waits))
-        other = self.say.pop(0) if waits else None
-        if other == "nothing":
-            raise Missing("nothing from rank 1 within 600 seconds")
-        return [text, text if other is None else other]
-
-
-def test_ranks_that_say_the_same_reduce_in_loops(ranks: None) -> None:
-    others = Others(None)
-    facts = facts_of(decoder(), data_of(0, 12), others)
-    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [said(facts)]
-
-
-def test_ranks_that_would_cut_otherwise_reduce_between_loops(ranks: None) -> None:
-    others = Others("other chunks", None)
-    facts = facts_of(decoder(), data_of(0, 12), others)
-    assert not any(reductions(facts)) and facts.reasons() == [DIFFER] and len(facts.program.loops) > 7  # type: ignore[union-attr]
-
-
-def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> None:
-    others = Others("other chunks", "another order")
-    facts = facts_of(decoder(), data_of(0, 12), others)
-    assert facts.program is None and facts.reasons() == [STAND] and not others.say
-
-
-@pytest.mark.parametrize(
-    ("says", "words"), [(f"{FAILED}ValueError: no", "another rank could not analyse"), ("nothing", "nothing from rank 1")]
-)
-def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
-    with pytest.raises(RanksDiffer, match=words):
-        facts_of(decoder(), data_of(0, 12), Others(says))
-
-
-def test_a_rank_that_fails_says_so(ranks: None) -> None:
-    others = Others()
-    with (
-        mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no")),
-        pytest.raises(RanksDiffer, match="this rank could not"),
-    ):
-        facts_of(decoder(), data_of(0, 12), others)
-    assert others.heard == [(f"{FAILED}ValueError: no", everybody().group_name, False)]
-
-
-def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
-    """No group could agree for all of them."""
-    half = dist.new_group([0, 1])
-
-    def function(x: Tensor) -> Tensor:
-        h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
-        return all_reduce(h.exp(), "sum", everybody()).square().sum()
-
-    others = Others()
-    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
-    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL] and not others.heard
-
-
-def test_sums_alone_need_no_agreement(ranks: None) -> None:
-    """Ranks whose lengths differ compile in different steps, and add up their losses."""
-
-    def function(x: Tensor) -> Tensor:
-        return all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum(), "sum", everybody())
-
-    others = Others()
-    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
-    assert facts.program is not None and not others.heard
-
-
-def test_what_ranks_say_tells_chunks_and_order(ranks: None) -> None:
-    model = decoder(1)
-    texts = {said(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
-    swapped = copy.deepcopy(model)
-    swapped.layers[0].forward = lambda x: type(model.layers[0]).forward(swapped.layers[0], x.flip(-1))  # type: ignore[method-assign]
-    assert len(texts) == 2 * len(OPTIONS)
-    assert said(facts_of(model, data_of(0, 12))) in texts
-    other = facts_of(lambda x: all_reduce(Shared.apply(x) @ x.mT @ x, "max", everybody()), [torch.randn(1, 12, 4)])
-    assert said(other) not in texts
-
-
-OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]

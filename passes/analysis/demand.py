@@ -42,7 +42,7 @@ class Demand:
     name: ClassVar[str] = "demand"
 
     def apply(self, facts: Facts) -> Facts:
-        return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole).run())
+        return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
 
 
 class _Parity:
@@ -74,8 +74,8 @@ class _Parity:
 
 
 class _Analysis:
-    def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str]) -> None:
-        self.joint, self.axes, self.whole = joint, axes, whole
+    def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
+        self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
         self.forms: dict[fx.Node, tuple[Form, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -242,8 +242,9 @@ class _Analysis:
             return outside
         roles = self._roles_of(node, signature, letters, orientation)
         self.roles[node] = roles
-        if is_reduced_over_ranks(node) and Role.KEYS in roles.values():
-            self.reasons[node] = REDUCES_PAIRS
+        apart = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart
+        if is_reduced_over_ranks(node) and apart is not None:
+            self.reasons[node] = apart
             return outside
         if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is Form.WHOLE:  # it is there: once for all of its rows
             return outside

@@ -17,6 +17,7 @@ from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.operators.rules.registry import rule_for
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.runtime.collectives import ALL_REDUCE
 from streamfx.torch_private import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ def may_be_merged(node: fx.Node) -> bool:
     """Whether two equal calls give the same: what a function that an operator calls draws at random, or an operator of another
     package, nobody tells.
     """
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks' calls may differ from each other
         return False
     return not isinstance(node.target, OpOverload) or node.target.namespace in OF_TORCH_AND_OURS
 

@@ -147,7 +147,7 @@ class Facts:
     `lengths` are those that the plan holds for, if it depends on them. A graph runs as it stands where it `fits` into the budget,
     where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
     run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
-    were taken off the graph.
+    were taken off the graph. Rows are reduced over ranks `apart` from loops, between them, where that has a reason.
     """
 
     joint: JointGraph
@@ -164,6 +164,7 @@ class Facts:
     failed: str | None = None
     stands: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
+    apart: str | None = None
 
     @property
     def axes(self) -> AxisFacts:

@@ -1,0 +1,66 @@
+"""Graphs that reduce rows over ranks, without other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from streamfx.backend import Compilation
+from streamfx.ir.facts import Facts, known
+from streamfx.options import resolved
+from streamfx.runtime.collectives import begin
+from streamfx.torch_private.dynamo import raised_as_itself
+from tests.support.cut_by_hand import CutDecoder
+from tests.support.sharded import Decoder
+
+WORLD = 8
+Exchange = Callable[..., list[str]]
+
+
+@contextmanager
+def one_of_many() -> Iterator[None]:
+    """Eight ranks, of which this process is the first; the others only exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def everybody() -> Any:
+    return dist.group.WORLD
+
+
+def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Exchange | None = None, **options: Any) -> Facts:
+    """What is known of a compiled function in the end."""
+    torch._dynamo.reset()
+    given = resolved({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
+    seen: list[Facts] = []
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with raised_as_itself(module.graph):
+            return Compilation(module, given, seen, exchange=exchange).compile(example_inputs)
+
+    torch.compile(call, backend=backend)(*inputs)
+    return seen[-1]
+
+
+def decoder(layers: int = 2) -> CutDecoder:
+    """Layers of width 16, of which this rank has one head and four of the inner numbers."""
+    torch.manual_seed(0)
+    return CutDecoder(Decoder(layers, width=32), (1,) * WORLD, (8,) * WORLD)
+
+
+def bodies(facts: Facts) -> list[fx.Graph]:
+    return [loop.spec.body.graph for loop in known(facts.program).loops]
+
+
+def reductions(facts: Facts) -> list[int]:
+    """How many reductions each loop has."""
+    return [sum(node.target is begin for node in graph.nodes) for graph in bodies(facts)]

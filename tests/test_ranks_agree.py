@@ -1,0 +1,119 @@
+"""Ranks that reduce rows compare what they will run, and decide alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+
+from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
+from streamfx.errors import RanksDiffer
+from streamfx.torch_private.ranks import Missing
+from tests.support.collectives import data_of
+from tests.support.cut_by_hand import Shared
+from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with one_of_many():
+        yield
+
+
+# -- agreement
+
+
+class Others:
+    """Ranks that say the same, or something else, in turn."""
+
+    def __init__(self, *say: str | None) -> None:
+        self.say, self.heard = list(say), list[tuple[str, str, bool]]()
+
+    def __call__(self, text: str, group: str, waits: bool = True) -> list[str]:
+        self.heard.append((text, group, waits))
+        other = self.say.pop(0) if waits else None
+        if other == "nothing":
+            raise Missing("nothing from rank 1 within 600 seconds")
+        return [text, text if other is None else other]
+
+
+def test_ranks_that_say_the_same_reduce_in_loops(ranks: None) -> None:
+    others = Others(None)
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [said(facts)]
+
+
+def test_ranks_that_would_cut_otherwise_reduce_between_loops(ranks: None) -> None:
+    others = Others("other chunks", None)
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert not any(reductions(facts)) and facts.reasons() == [DIFFER] and len(facts.program.loops) > 7  # type: ignore[union-attr]
+
+
+def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> None:
+    others = Others("other chunks", "another order")
+    facts = facts_of(decoder(), data_of(0, 12), others)
+    assert facts.program is None and facts.reasons() == [STAND] and not others.say
+
+
+@pytest.mark.parametrize(
+    ("says", "words"), [(f"{FAILED}ValueError: no", "another rank could not analyse"), ("nothing", "nothing from rank 1")]
+)
+def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
+    with pytest.raises(RanksDiffer, match=words):
+        facts_of(decoder(), data_of(0, 12), Others(says))
+
+
+def test_a_rank_that_fails_says_so(ranks: None) -> None:
+    others = Others()
+    with (
+        mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no")),
+        pytest.raises(RanksDiffer, match="this rank could not"),
+    ):
+        facts_of(decoder(), data_of(0, 12), others)
+    assert others.heard == [(f"{FAILED}ValueError: no", everybody().group_name, False)]
+
+
+def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
+    """No group could agree for all of them."""
+    half = dist.new_group([0, 1])
+
+    def function(x: Tensor) -> Tensor:
+        h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
+        return all_reduce(h.exp(), "sum", everybody()).square().sum()
+
+    others = Others()
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
+    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL] and not others.heard
+
+
+def test_sums_alone_need_no_agreement(ranks: None) -> None:
+    """Ranks whose lengths differ compile in different steps, and add up their losses."""
+
+    def function(x: Tensor) -> Tensor:
+        return all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum(), "sum", everybody())
+
+    others = Others()
+    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
+    assert facts.program is not None and not others.heard
+
+
+def test_what_ranks_say_tells_chunks_and_order(ranks: None) -> None:
+    model = decoder(1)
+    texts = {said(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
+    swapped = copy.deepcopy(model)
+    swapped.layers[0].forward = lambda x: type(model.layers[0]).forward(swapped.layers[0], x.flip(-1))  # type: ignore[method-assign]
+    assert len(texts) == 2 * len(OPTIONS)
+    assert said(facts_of(model, data_of(0, 12))) in texts
+    other = facts_of(lambda x: all_reduce(Shared.apply(x) @ x.mT @ x, "max", everybody()), [torch.randn(1, 12, 4)])
+    assert said(other) not in texts
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]
