@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from streamfx.integrations.enabled import Enabled
-from streamfx.integrations.targets import targets_of
 
 __all__ = ["Enabled", "enable"]
 
@@ -24,4 +23,4 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, **options: Any
 
     The result prints what was done, and `.disable()` undoes it; it is a context manager, too.
     """
-    return Enabled(targets_of(trainer_or_model), options, dynamic)
+    return Enabled(trainer_or_model, options, dynamic)

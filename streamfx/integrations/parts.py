@@ -1,0 +1,93 @@
+"""One call of a module that an engine has wrapped: its hooks run as they are, and what is between them through the backend.
+
+Engines of sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in one behind it. A graph
+that reached over a hook would be cut there. So each wrapped module's own forward is a graph. What is left of a module that
+holds wrapped ones is cut at their calls; where Dynamo gives its function up (a cut inside of a loop), its other children are
+graphs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamfx.backend import streambp
+from streamfx.integrations.calls import CallCounts, generates, keeps_cache, run, without_cache
+from streamfx.integrations.target import Target
+from streamfx.torch_private.dynamo import isolated
+from streamfx.torch_private.fsdp import frees_weights
+
+
+class Shared:
+    """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart."""
+
+    def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
+        self.modules = 0
+        self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def function(self, key: tuple[Any, ...], own: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
+        """`own`, compiled; modules that ask with the same key get the same."""
+        key = (*key, cached, dense)
+        if key not in self._made:
+            options = {**({"outputs": "dense"} if dense else {}), **self.options}
+            function = own if cached else without_cache(own)
+            self._made[key] = torch.compile(function, backend=streambp, options=options, **self.keywords)
+        return self._made[key]
+
+
+class Part:
+    """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
+
+    def __init__(self, target: Target, shared: Shared) -> None:
+        self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
+        self.shared, self.counts = shared, CallCounts()
+        shared.modules += 1
+        before = self.module.forward if self.within_hooks else self.module._call_impl
+        self._before: Callable[..., Any] = before
+        self._own, self._key, self._first = _unbound(before, self.module)
+        self._had = "forward" in self.module.__dict__
+        # Dynamo may be looking for frames to compile when a root calls it: this one is not
+        self._installed = torch.compiler.disable(self._run)
+        functools.update_wrapper(self._installed, before)
+
+    def install(self) -> None:
+        if self.within_hooks:
+            self.module.forward = self._installed  # type: ignore[method-assign]
+        else:
+            self.module._compiled_call_impl = self._installed
+
+    def remove(self) -> None:
+        if not self.is_installed:
+            return
+        if not self.within_hooks:
+            self.module._compiled_call_impl = None
+        elif self._had:
+            self.module.forward = self._before  # type: ignore[method-assign]
+        else:
+            del self.module.__dict__["forward"]
+
+    @property
+    def is_installed(self) -> bool:
+        slot = self.module.__dict__.get("forward" if self.within_hooks else "_compiled_call_impl")
+        return slot is self._installed
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if generates(kwargs):
+            self.counts.plain += 1
+            return self._before(*args, **kwargs)
+        self.counts.compiled += 1
+        dense = self.owner is not None and frees_weights(self.owner)  # who touched a deferred one would find no weights
+        call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
+        return run(call, self.module, (*self._first, *args), kwargs, sharers=self.shared.modules)
+
+
+def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    """A module's function: what is compiled, what it is shared by, and what it is given before its arguments."""
+    if getattr(function, "__self__", None) is module:
+        return function.__func__, (function.__func__, type(module)), (module,)
+    return function, (function,), ()
