@@ -35,6 +35,8 @@ class CallCounts:
 class Calls:
     """Stands in for a module's `__call__`; counts what it does."""
 
+    note = ""
+
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
     ) -> None:

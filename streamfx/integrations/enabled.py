@@ -77,10 +77,11 @@ class Enabled:
         for target in self.targets:
             alike.setdefault((type(target.module).__name__, target.why), []).append(target)
         for (kind, why), targets in alike.items():
-            counts = [self.calls[target.name].counts for target in targets]
-            compiled, plain = sum(own.compiled for own in counts), sum(own.plain for own in counts)
+            calls = [self.calls[target.name] for target in targets]
+            compiled, plain = sum(own.counts.compiled for own in calls), sum(own.counts.plain for own in calls)
             names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
-            lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were")
+            note = next((own.note for own in calls if own.note), "")
+            lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -22,7 +22,6 @@ from streamfx.errors import IntegrationError
 from streamfx.integrations.target import Target
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.fsdp import (
-    has_original_parameters,
     inside_of_wrapper,
     is_fsdp_wrapper,
     is_fully_sharded,
@@ -55,13 +54,6 @@ def check_engine(model: nn.Module) -> None:
             found=f"parameters with {ZERO_3}: a hook on every module gathers them, and the graph is cut at each",
             do="take ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
         )
-    for module in model.modules():
-        if is_fsdp_wrapper(module) and not has_original_parameters(module):
-            raise IntegrationError(
-                "streamfx.integrations.enable cannot compile what FullyShardedDataParallel wraps without its own parameters",
-                found="use_orig_params=False, with which Dynamo traces no module",
-                do="give FullyShardedDataParallel use_orig_params=True, or take FSDP2 (fully_shard)",
-            )
 
 
 def is_held(model: nn.Module, with_parts: bool = False) -> bool:

@@ -13,22 +13,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streamfx.backend import streambp
 from streamfx.integrations.calls import CallCounts, generates, keeps_cache, run, without_cache
 from streamfx.integrations.target import Target
+from streamfx.torch_private import is_sharded
 from streamfx.torch_private.dynamo import isolated
-from streamfx.torch_private.fsdp import frees_weights
+from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
 
 class Shared:
-    """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart."""
+    """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart.
+
+    What Dynamo does not guard are numbers in buffers. A graph may rely on them (a mask), and looks at each call whether they are
+    what they were; else it runs whole. So modules whose buffers hold other numbers have graphs of their own.
+    """
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
         self.modules = 0
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
 
     def function(self, key: tuple[Any, ...], own: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
         """`own`, compiled; modules that ask with the same key get the same."""
@@ -39,23 +45,33 @@ class Shared:
             self._made[key] = torch.compile(function, backend=streambp, options=options, **self.keywords)
         return self._made[key]
 
+    def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
+        """The key, with the number of the first module that asked with it and has the same numbers in its buffers."""
+        known = self._first.setdefault(key, [])
+        number = next((i for i, other in enumerate(known) if _has_same_buffers(module, other)), len(known))
+        if number == len(known):
+            known.append(module)
+        return (*key, number)
+
 
 class Part:
     """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
 
     def __init__(self, target: Target, shared: Shared) -> None:
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
-        self.shared, self.counts = shared, CallCounts()
+        self.shared, self.counts, self.note = shared, CallCounts(), ""
         shared.modules += 1
         before = self.module.forward if self.within_hooks else self.module._call_impl
         self._before: Callable[..., Any] = before
-        self._own, self._key, self._first = _unbound(before, self.module)
+        self._own, self._kind, self._first = _unbound(before, self.module)
+        self._key: tuple[Any, ...] | None = None
         self._had = "forward" in self.module.__dict__
         # Dynamo may be looking for frames to compile when a root calls it: this one is not
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, before)
 
     def install(self) -> None:
+        self._refused = let_trace(self.module)
         if self.within_hooks:
             self.module.forward = self._installed  # type: ignore[method-assign]
         else:
@@ -64,6 +80,7 @@ class Part:
     def remove(self) -> None:
         if not self.is_installed:
             return
+        refuse_again(self._refused)
         if not self.within_hooks:
             self.module._compiled_call_impl = None
         elif self._had:
@@ -81,7 +98,10 @@ class Part:
             self.counts.plain += 1
             return self._before(*args, **kwargs)
         self.counts.compiled += 1
+        if self._key is None:  # not before the first call: numbers may be loaded after `enable`
+            self._key = self.shared.alike(self._kind, self.module)
         dense = self.owner is not None and frees_weights(self.owner)  # who touched a deferred one would find no weights
+        self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
         call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
         return run(call, self.module, (*self._first, *args), kwargs, sharers=self.shared.modules)
 
@@ -91,3 +111,16 @@ def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tupl
     if getattr(function, "__self__", None) is module:
         return function.__func__, (function.__func__, type(module)), (module,)
     return function, (function,), ()
+
+
+def _has_same_buffers(one: nn.Module, other: nn.Module) -> bool:
+    own, others = dict(one.named_buffers()), dict(other.named_buffers())
+    return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if is_sharded(one) or is_sharded(other) or one.device != other.device or one.dtype != other.dtype:
+        return False  # ranks would have to talk about a sharded one
+    return one.shape == other.shape and (one.is_meta or torch.equal(one, other))

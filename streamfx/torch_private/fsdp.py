@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 FSDP2, FSDP1 = ("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed.fsdp", "FullyShardedDataParallel")
+ORIGINAL = "_fsdp_use_orig_params"
 
 
 def _is_of(module: nn.Module, place: tuple[str, str]) -> bool:
@@ -33,9 +34,22 @@ def inside_of_wrapper(wrapper: Any) -> nn.Module:
     return wrapper._fsdp_wrapped_module  # type: ignore[no-any-return]
 
 
-def has_original_parameters(wrapper: Any) -> bool:
-    """Whether modules inside of FSDP1's wrapper have parameters of their own, `use_orig_params=True` (2.11, 2.13)."""
-    return bool(wrapper._use_orig_params)
+def let_trace(module: nn.Module) -> list[nn.Module]:
+    """Let Dynamo trace what FSDP1 wraps with `use_orig_params=False`; returns modules that it would refuse (2.11, 2.13).
+
+    Their weights are then views of one flat parameter, set anew in each forward: tensors that a graph takes as any other input.
+    The mark is read by Dynamo alone.
+    """
+    refused = [part for part in module.modules() if part.__dict__.get(ORIGINAL) is False]
+    for part in refused:
+        part._fsdp_use_orig_params = True  # type: ignore[assignment]
+    return refused
+
+
+def refuse_again(modules: list[nn.Module]) -> None:
+    """Undo `let_trace`."""
+    for part in modules:
+        part._fsdp_use_orig_params = False  # type: ignore[assignment]
 
 
 def frees_weights(owner: Any) -> bool:
