@@ -30,6 +30,10 @@ from streamfx.torch_private.fsdp import (
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 ZERO_3 = "ds_id"  # the mark by which DeepSpeed (0.19) itself knows a parameter that ZeRO-3 has partitioned
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+WRAPPED = "a wrapped module"
+REST = "what it does before and behind wrapped modules"
+PART = "a part of a module whose graph is cut at wrapped modules"
 FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
 
 
@@ -95,24 +99,19 @@ def _parts(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool =
     if is_fsdp_wrapper(module):
         yield from _parts(path, inside_of_wrapper(module), module, is_top=True)
         return
-    is_wrapped = is_fully_sharded(module)
+    has_hooks = is_fully_sharded(module)
     # one that is held by nobody knows whom is its own owner, of which nothing is known
-    owner = module if is_wrapped or (owner is None and is_managed(module)) else owner
-    if not _holds_wrapped(module):
-        if not _is_container(module):
-            why = "a wrapped module" if is_wrapped or is_top else "a part of a module whose graph is cut at wrapped modules"
-            yield Target(path, module, why, is_part=True, owner=owner, within_hooks=is_wrapped)
-            return
-    elif is_wrapped or is_top:
-        why = "what it does before and behind wrapped modules"
-        yield Target(path, module, why, is_part=True, owner=owner, within_hooks=is_wrapped)
-    for name, child in module.named_children():
-        yield from _parts(f"{path}.{name}", child, owner)
+    owner = module if has_hooks or (owner is None and is_managed(module)) else owner
+    holds_wrapped = _holds_wrapped(module)
+    if has_hooks or is_top or not (holds_wrapped or isinstance(module, CONTAINERS)):
+        part = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
+        if has_hooks or is_top:
+            part = replace(part, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
+        yield part
+    if holds_wrapped or isinstance(module, CONTAINERS):
+        for name, child in module.named_children():
+            yield from _parts(f"{path}.{name}", child, owner)
 
 
 def _holds_wrapped(module: nn.Module) -> bool:
     return any(is_fully_sharded(part) or is_fsdp_wrapper(part) for part in module.modules() if part is not module)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))

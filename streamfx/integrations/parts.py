@@ -9,6 +9,7 @@ graphs of their own.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from streamfx.backend import streambp
 from streamfx.integrations.calls import CallCounts, generates, keeps_cache, run, without_cache
 from streamfx.integrations.target import Target
+from streamfx.lazy.deferred import DeferredTensor
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.dynamo import isolated
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
@@ -32,7 +34,7 @@ class Shared:
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
-        self.modules = 0
+        self.parts: list[Part] = []
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
 
@@ -53,14 +55,25 @@ class Shared:
             known.append(module)
         return (*key, number)
 
+    def hands_on_deferred(self) -> bool:
+        """Whether a wrapped module (a head) gives its caller deferred outputs.
+
+        Seen, once each has been called. Before that, it may where it is the only one of its kind and its weights stay.
+        """
+        wrapped = [part for part in self.parts if part.is_wrapped and not part.is_rest]
+        kinds = Counter(type(part.module) for part in wrapped)
+        return any(part.gave_deferred(may=kinds[type(part.module)] == 1) for part in wrapped)
+
 
 class Part:
     """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
 
     def __init__(self, target: Target, shared: Shared) -> None:
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
+        self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
+        self._gave_deferred: bool | None = None
         self.shared, self.counts, self.note = shared, CallCounts(), ""
-        shared.modules += 1
+        shared.parts.append(self)
         before = self.module.forward if self.within_hooks else self.module._call_impl
         self._before: Callable[..., Any] = before
         self._own, self._kind, self._first = _unbound(before, self.module)
@@ -93,17 +106,30 @@ class Part:
         slot = self.module.__dict__.get("forward" if self.within_hooks else "_compiled_call_impl")
         return slot is self._installed
 
+    def gave_deferred(self, may: bool) -> bool:
+        """Whether its last outputs were deferred; `may`: what is said before the first ones."""
+        return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
+
+    def _frees_weights(self) -> bool:
+        return self.owner is not None and frees_weights(self.owner)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if generates(kwargs):
             self.counts.plain += 1
             return self._before(*args, **kwargs)
-        self.counts.compiled += 1
+        if self.is_rest and self.shared.hands_on_deferred():
+            self.counts.plain += 1
+            self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
+            return run(self._before, self.module, args, kwargs)
         if self._key is None:  # not before the first call: numbers may be loaded after `enable`
             self._key = self.shared.alike(self._kind, self.module)
-        dense = self.owner is not None and frees_weights(self.owner)  # who touched a deferred one would find no weights
+        self.counts.compiled += 1
+        dense = self._frees_weights()  # who touched a deferred one would find no weights
         self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
         call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
-        return run(call, self.module, (*self._first, *args), kwargs, sharers=self.shared.modules)
+        result = run(call, self.module, (*self._first, *args), kwargs, sharers=len(self.shared.parts))
+        self._gave_deferred = isinstance(result, DeferredTensor)
+        return result
 
 
 def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:

@@ -14,7 +14,9 @@ class Target:
     """A module to compile.
 
     Where an engine holds its weights in shards it is a *part*: `owner` is the wrapped module whose hooks gather and free its
-    weights, None for weights that are always there. `within_hooks`: those hooks are its own, and stay around its forward.
+    weights, None for weights that are always there. `is_wrapped`: the hooks are its own; `within_hooks`: they are on it, and
+    stay around its forward.
+    `is_rest`: it holds wrapped modules, at whose calls its graph is cut.
     """
 
     name: str
@@ -23,4 +25,6 @@ class Target:
     head: Head | None = None
     is_part: bool = False
     owner: nn.Module | None = None
+    is_wrapped: bool = False
     within_hooks: bool = False
+    is_rest: bool = False
