@@ -17,7 +17,8 @@ from torch import nn
 
 from streamfx.backend import streambp
 from streamfx.integrations import packing
-from streamfx.integrations.engines import is_held
+from streamfx.integrations.engines import DATA_PARALLEL, is_held
+from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, isolated
 
 CACHES = ("past_key_values", "cache_params")
@@ -35,7 +36,7 @@ class CallCounts:
 class Calls:
     """Stands in for a module's `__call__`; counts what it does."""
 
-    note = ""
+    note, engine = "", ""  # what is added to what `Enabled` says, and which engine was seen around the calls
 
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
@@ -70,6 +71,7 @@ class Calls:
             self.counts.plain += 1
             return self.module._call_impl(*args, **kwargs)
         self.counts.compiled += 1
+        self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
         call = self._whole if keeps_cache(kwargs) else self._without_cache
         args = (packing.found_in(args, kwargs), *args) if self.asks else args
         return run(call, self.module, args, kwargs)

@@ -72,7 +72,8 @@ class Enabled:
 
     def __str__(self) -> str:
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
-        lines += [f"  {engine}" for engine in self.engines]
+        engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
+        lines += [f"  {engine}" for engine in engines]
         alike: dict[tuple[str, str], list[Target]] = {}
         for target in self.targets:
             alike.setdefault((type(target.module).__name__, target.why), []).append(target)

@@ -30,6 +30,7 @@ from streamfx.torch_private.fsdp import (
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 ZERO_3 = "ds_id"  # the mark by which DeepSpeed (0.19) itself knows a parameter that ZeRO-3 has partitioned
+DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 WRAPPED = "a wrapped module"
 REST = "what it does before and behind wrapped modules"
@@ -40,7 +41,7 @@ FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
 def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
     """What a wrapper that is not compiled wraps, and what is said of it; None if the model is no such wrapper."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module, "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
+        return model.module, DATA_PARALLEL
     if isinstance(model, nn.DataParallel):
         return model.module, "DataParallel"
     engine: Any = getattr(sys.modules.get(DEEPSPEED[0]), DEEPSPEED[1], None)

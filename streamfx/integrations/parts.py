@@ -9,6 +9,7 @@ graphs of their own.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ from streamfx.torch_private import is_sharded
 from streamfx.torch_private.dynamo import isolated
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
+USE_CACHE = "use_cache"
+
 
 class Shared:
     """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart.
@@ -35,6 +38,7 @@ class Shared:
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
         self.parts: list[Part] = []
+        self.generating = 0  # calls of generation that are going on: what they call runs as it was, too
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
 
@@ -72,11 +76,12 @@ class Part:
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
         self._gave_deferred: bool | None = None
-        self.shared, self.counts, self.note = shared, CallCounts(), ""
+        self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
         shared.parts.append(self)
         before = self.module.forward if self.within_hooks else self.module._call_impl
         self._before: Callable[..., Any] = before
         self._own, self._kind, self._first = _unbound(before, self.module)
+        self._signature = inspect.signature(before)
         self._key: tuple[Any, ...] | None = None
         self._had = "forward" in self.module.__dict__
         # Dynamo may be looking for frames to compile when a root calls it: this one is not
@@ -110,13 +115,29 @@ class Part:
         """Whether its last outputs were deferred; `may`: what is said before the first ones."""
         return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
 
+    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.counts.plain += 1
+        self.shared.generating += 1
+        try:
+            return self._before(*args, **kwargs)
+        finally:
+            self.shared.generating -= 1
+
+    def _with_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Asks for no cache, which nobody would read: layers by themselves would fill it, and keep their keys and values."""
+        if keeps_cache(kwargs) or USE_CACHE not in self._signature.parameters:
+            return kwargs
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        return kwargs if given.get(USE_CACHE) is not None else {**kwargs, USE_CACHE: False}
+
     def _frees_weights(self) -> bool:
         return self.owner is not None and frees_weights(self.owner)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if generates(kwargs):
-            self.counts.plain += 1
-            return self._before(*args, **kwargs)
+        if generates(kwargs) or self.shared.generating:
+            return self._generate(args, kwargs)
+        if self.is_rest:
+            kwargs = self._with_no_cache(args, kwargs)
         if self.is_rest and self.shared.hands_on_deferred():
             self.counts.plain += 1
             self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
