@@ -203,7 +203,7 @@ def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatc
         loss, found = step()
         with Meter() as meter:
             step()
-    assert counter["stats"]["unique_graphs"] == 1 and done.calls["model"].compiled == 2
+    assert counter["stats"]["unique_graphs"] == 1 and done.calls["model"].counts.compiled == 2
     assert abs(loss - truth) <= 1e-6 * abs(truth) and len(found) == len(gradients) > LAYERS
     for ours, theirs in zip(found, gradients, strict=True):
         assert (ours - theirs).norm() <= tolerance * theirs.norm()

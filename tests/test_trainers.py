@@ -143,9 +143,9 @@ def test_trl(name: str, tmp_path: Path) -> None:
     _, done = assert_same_training(lambda: build(name, tmp_path))
     assert ("the backbone" in str(done)) == (name != "reward")
     if name in ("grpo", "rloo"):  # generation has run as it was
-        assert done.calls["model.model"].plain >= 2 * 8
+        assert done.calls["model.model"].counts.plain >= 2 * 8
     if name in ("dpo", "grpo"):
-        assert done.calls["ref_model.model"].compiled
+        assert done.calls["ref_model.model"].counts.compiled
 
 
 def test_the_head_of_trl_is_narrowed_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from streamfx.integrations.enabled import Enabled
-from streamfx.integrations.targets import targets_of
 
 __all__ = ["Enabled", "enable"]
 
@@ -16,12 +15,13 @@ __all__ = ["Enabled", "enable"]
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, **options: Any) -> Enabled:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
-    Takes an `nn.Module` (a PEFT model, a Lightning Fabric module, one that is wrapped in DistributedDataParallel), or a trainer
-    that has one: transformers' `Trainer`, TRL's trainers. Compiled is the whole model, or its backbone where the trainer applies
-    the head itself; a frozen reference or teacher that the trainer holds, too. Modules stay the objects they are: keys of
-    `state_dict`, saving, loading and generation do not change. `options` are the backend's (`chunk_size=1024`), `dynamic` is
-    `torch.compile`'s: by default lengths become dynamic at the second one seen, so that all lengths share one graph.
+    Takes an `nn.Module` (a PEFT model, a Lightning Fabric module, one that DistributedDataParallel, FSDP or DeepSpeed has
+    wrapped), or a trainer that has one: transformers' `Trainer`, TRL's trainers. Compiled is the whole model, or its backbone
+    where the trainer applies the head itself, or each module that FSDP has wrapped; a frozen reference or teacher that the
+    trainer holds, too. Modules stay the objects they are: keys of `state_dict`, saving, loading and generation do not change.
+    `options` are the backend's (`chunk_size=1024`), `dynamic` is `torch.compile`'s: by default lengths become dynamic at the
+    second one seen, so that all lengths share one graph.
 
     The result prints what was done, and `.disable()` undoes it; it is a context manager, too.
     """
-    return Enabled(targets_of(trainer_or_model), options, dynamic)
+    return Enabled(trainer_or_model, options, dynamic)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,43 +17,90 @@ from torch import nn
 
 from streamfx.backend import streambp
 from streamfx.integrations import packing
+from streamfx.integrations.engines import DATA_PARALLEL, is_held
+from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it
 
 
+@dataclass
+class CallCounts:
+    """How many calls of a module went where."""
+
+    compiled: int = 0
+    plain: int = 0
+
+
 class Calls:
     """Stands in for a module's `__call__`; counts what it does."""
 
-    def __init__(self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
-        self.module, self.compiled, self.plain = module, 0, 0
+    note, engine = "", ""  # what is added to what `Enabled` says, and which engine was seen around the calls
+
+    def __init__(
+        self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
+    ) -> None:
+        self.module, self.counts = module, CallCounts()
+        self._look_again, self._has_looked = look_again, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
-        self.asks = packing.asks(module)
+        self.asks = packing.asks(self.module)
         told = packing.told if self.asks else _as_it_is
-        self._whole = torch.compile(told(module._call_impl), backend=streambp, **keywords)
-        self._without_cache = torch.compile(told(_without_cache(module._call_impl)), backend=streambp, **keywords)
+        self._whole = torch.compile(told(self.module._call_impl), backend=streambp, **keywords)
+        self._without_cache = torch.compile(told(without_cache(self.module._call_impl)), backend=streambp, **keywords)
+
+    def install(self) -> None:
+        self.module._compiled_call_impl = self
+        if self.asks:
+            packing.listen()
+
+    def remove(self) -> None:
+        if self.is_installed:
+            self.module._compiled_call_impl = None
+            if self.asks:
+                packing.forget()
+
+    @property
+    def is_installed(self) -> bool:
+        return self.module._compiled_call_impl is self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._is_wrapped_since():
+            return self.module(*args, **kwargs)
         if torch.compiler.is_compiling() or generates(kwargs):
-            self.plain += 1
+            self.counts.plain += 1
             return self.module._call_impl(*args, **kwargs)
-        self.compiled += 1
-        keeps_cache = not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
-        call = self._whole if keeps_cache else self._without_cache
+        self.counts.compiled += 1
+        self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
+        call = self._whole if keeps_cache(kwargs) else self._without_cache
         args = (packing.found_in(args, kwargs), *args) if self.asks else args
-        with in_one_graph(), without_checkpointing(self.module):
-            try:
-                return call(*args, **kwargs)
-            except Exception as error:
-                cause = cause_of(error)
-                if cause is None:
-                    raise
-        raise cause  # out here: not "during handling" of the compiler's error, which only wraps it
+        return run(call, self.module, args, kwargs)
+
+    def _is_wrapped_since(self) -> bool:
+        """Whether an engine has taken the model's weights after `enable`; the first call looks at all modules."""
+        with_parts, self._has_looked = not self._has_looked, True
+        return is_held(self.module, with_parts) and self._look_again()
+
+
+def run(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1) -> Any:
+    """A compiled call of a module, whose errors are those of the model; `sharers` modules share the graphs of the function."""
+    with graphs_as_wanted(sharers), without_checkpointing(module):
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            cause = cause_of(error)
+            if cause is None:
+                raise
+    raise cause  # out here: not "during handling" of the compiler's error, which only wraps it
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+def keeps_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether keys and values that a call returns may be read."""
+    return not torch.is_grad_enabled() or any(arguments.get(name) is not None for name in ("use_cache", *CACHES))
 
 
 def generates(arguments: Mapping[str, Any]) -> bool:
@@ -61,7 +109,7 @@ def generates(arguments: Mapping[str, Any]) -> bool:
     return cached and not torch.is_grad_enabled()
 
 
-def _without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     """Leaves keys and values out of what a model returns in training, which nobody reads: every layer's would be kept."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,10 +121,18 @@ def _without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def in_one_graph() -> AbstractContextManager[None]:
-    """Keeps Dynamo from cutting graphs at the buckets of DistributedDataParallel."""
+def graphs_as_wanted(sharers: int = 1) -> AbstractContextManager[None]:
+    """Keeps Dynamo from cutting graphs at the buckets of DistributedDataParallel, and from sharing one between unequal layers.
+
+    As many graphs are allowed for a function that modules share as if each had its own.
+    """
+    config = torch._dynamo.config
     is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch._dynamo.config.patch(optimize_ddp=False) if is_parallel else nullcontext()
+    wanted: dict[str, Any] = {"optimize_ddp": False, "skip_fsdp_guards": False} if is_parallel else {}
+    if sharers > 1:
+        limits = ("recompile_limit", "accumulated_recompile_limit")
+        wanted |= {name: getattr(config, name) * sharers for name in limits}
+    return config.patch(wanted) if wanted else nullcontext()
 
 
 @contextmanager

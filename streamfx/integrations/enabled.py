@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from streamfx.errors import IntegrationError, OptionError
-from streamfx.integrations import packing
 from streamfx.integrations.calls import Calls
-from streamfx.integrations.targets import Target
+from streamfx.integrations.parts import Part, Shared
+from streamfx.integrations.target import Target
+from streamfx.integrations.targets import Found, found_in
 from streamfx.options import checked
 
 ORIGIN = "streamfx.integrations.enable(...)"
@@ -17,33 +18,47 @@ ORIGIN = "streamfx.integrations.enable(...)"
 class Enabled:
     """Modules that run through the backend until `disable` is called."""
 
-    def __init__(self, targets: Sequence[Target], options: Mapping[str, Any], dynamic: bool | None) -> None:
-        self.options = _checked(options, dynamic)
-        for target in targets:
+    def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        self.options, self._given, self._dynamic = _checked(options, dynamic), given, dynamic
+        self._install(found_in(given))
+
+    def _install(self, found: Found) -> None:
+        for target in found.targets:
             if target.module._compiled_call_impl is not None:
                 raise IntegrationError(
                     f"streamfx.integrations.enable compiles {target.name} in place, and it is compiled already",
                     found="an earlier enable(...) or module.compile(...)",
                     do="call .disable() of what the first call returned, or leave module.compile(...) out",
                 )
-        self.targets = tuple(targets)
-        self.calls = {target.name: Calls(target.module, self.options, dynamic) for target in targets}
-        for target in targets:
-            target.module._compiled_call_impl = self.calls[target.name]
-            if self.calls[target.name].asks:
-                packing.listen()
+        self.targets, self.engines = tuple(found.targets), tuple(found.engines)
+        shared = Shared(self.options, self._dynamic)
+        self.calls: dict[str, Calls | Part] = {
+            target.name: Part(target, shared)
+            if target.is_part
+            else Calls(target.module, self.options, self._dynamic, self._look_again)
+            for target in found.targets
+        }
+        for target in found.targets:
+            self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
+
+    def _look_again(self) -> bool:
+        """Whether an engine has wrapped modules since they were looked for; then it is done once more."""
+        found = found_in(self._given)
+        if not any(target.is_part for target in found.targets):
+            return False
+        self.disable()
+        self._install(found)
+        return True
 
     def disable(self) -> None:
         """Let all modules run as they did before; may be called again."""
         for target in self.targets:
-            if target.module._compiled_call_impl is self.calls[target.name]:
-                target.module._compiled_call_impl = None
-                if self.calls[target.name].asks:
-                    packing.forget()
-                if target.head is not None:
-                    target.head.restore()
+            calls = self.calls[target.name]
+            if calls.is_installed and target.head is not None:
+                target.head.restore()
+            calls.remove()
 
     def __enter__(self) -> Enabled:
         return self
@@ -53,14 +68,21 @@ class Enabled:
 
     @property
     def is_enabled(self) -> bool:
-        return any(target.module._compiled_call_impl is self.calls[target.name] for target in self.targets)
+        return any(calls.is_installed for calls in self.calls.values())
 
     def __str__(self) -> str:
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
+        engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
+        lines += [f"  {engine}" for engine in engines]
+        alike: dict[tuple[str, str], list[Target]] = {}
         for target in self.targets:
-            calls = self.calls[target.name]
-            counts = f"{calls.compiled} calls through streambp, {calls.plain} as they were"
-            lines.append(f"  {target.name} ({type(target.module).__name__}): {target.why}; {counts}")
+            alike.setdefault((type(target.module).__name__, target.why), []).append(target)
+        for (kind, why), targets in alike.items():
+            calls = [self.calls[target.name] for target in targets]
+            compiled, plain = sum(own.counts.compiled for own in calls), sum(own.counts.plain for own in calls)
+            names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
+            note = next((own.note for own in calls if own.note), "")
+            lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -14,36 +14,44 @@ import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError
-from streamfx.integrations.heads import Head, head_of
+from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
+from streamfx.integrations.heads import head_of
+from streamfx.integrations.target import Target
 from streamfx.integrations.versions import check_versions
 from streamfx.torch_private import is_compiled
+from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
 ASKED = "streamfx.integrations.enable takes a module, or a trainer that has one"
 BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
-PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
 OWN_HEAD = "fused_lm_head"
 
 
 @dataclass(frozen=True)
-class Target:
-    """A module to compile, where it was found, and why it is this one."""
+class Found:
+    """The modules to compile, each once, and what is said of engines that hold them."""
 
-    name: str
-    module: nn.Module
-    why: str
-    head: Head | None = None
+    targets: list[Target]
+    engines: list[str]
 
 
-def targets_of(given: Any) -> list[Target]:
-    """The modules to compile, each once."""
+def found_in(given: Any) -> Found:
+    """What of a trainer or a model has to be compiled."""
     found: dict[nn.Module, Target] = {}
+    engines: dict[str, None] = {}
     models = list(_models_of(given))
     check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
     for name, model in models:
-        target = _target(name, _unwrapped(model))
-        found.setdefault(target.module, target)
-    return list(found.values())
+        inner, around = _unwrapped(model)
+        check_engine(inner)
+        engines |= dict.fromkeys(filter(None, (*around, engine_of(inner))))
+        target = _target(name, inner)
+        parts = [target]
+        if is_held(inner, with_parts=True):
+            owner = inner if is_held(inner) and target.module is not inner else None
+            parts = parts_of(target, owner)
+        for part in parts:
+            found.setdefault(part.module, part)
+    return Found(list(found.values()), list(engines))
 
 
 def _models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -80,8 +88,8 @@ def _described(given: Any) -> str:
     return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of wrappers, which stay around it."""
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module inside of wrappers, which stay around it, and what is said of them."""
     if is_compiled(model):
         raise IntegrationError(
             "streamfx.integrations.enable compiles a module in place, and this one is compiled already",
@@ -94,14 +102,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             found=f"a {type(model).__name__} of torch.jit",
             do="give the module that it was scripted or traced from",
         )
-    if isinstance(model, PARALLEL):
-        return _unwrapped(model.module)
-    inner = model._modules.get(FABRIC)
-    return model if inner is None else _unwrapped(inner)
+    wrapper = inside_of(model)
+    if wrapper is None:
+        return model, []
+    inner, around = _unwrapped(wrapper[0])
+    return inner, [wrapper[1], *around]
 
 
 def _target(name: str, model: nn.Module) -> Target:
-    base: Any = getattr(model, "get_base_model", lambda: model)()
+    base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
+    base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
     if forward is None:
         return Target(name, model, "the whole model, with its loss")

@@ -45,14 +45,17 @@ def are_awaited(tensors: Iterable[Tensor]) -> bool:
 
     Hooks on accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be seen.
     """
-    return _is_in_ddp() or any(tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return is_in_data_parallel() or any(
+        tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor)
+    )
 
 
 def _is_awaited(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks) or tensor.grad is not None
 
 
-def _is_in_ddp() -> bool:
+def is_in_data_parallel() -> bool:
+    """Whether this code runs in DistributedDataParallel's forward (2.11, 2.13)."""
     return distributed.is_available() and torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 

@@ -247,6 +247,22 @@ SHARDS = (
         "known = dict(primal.meta)",
         ("test_collectives.py::test_a_mask_that_is_gathered_is_not_that_of_its_shard",),
     ),
+    Mutation(
+        "shards",
+        "what a wrapped module hands on is made once its weights are freed",
+        "streamfx/torch_private/fsdp.py",
+        "        return any(group is not None and group.post_forward_mesh_info is not None for group in groups)\n",
+        "        return False\n",
+        ("test_engines.py::test_what_needs_weights_that_are_freed_is_made_before",),
+    ),
+    Mutation(
+        "shards",
+        "layers with other numbers in their buffers share a graph",
+        "streamfx/integrations/parts.py",
+        "    return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)\n",
+        "    return own.keys() == others.keys()\n",
+        ("test_engines.py::test_unequal_layers_do_not_share_a_graph",),
+    ),
 )
 TOGETHER = (
     Mutation(

@@ -1,0 +1,118 @@
+"""Which engine has wrapped a model, and what of it can be compiled?
+
+Engines that are not imported have wrapped nothing, so they are looked up and never imported.
+
+    DistributedDataParallel, DataParallel    what they wrap
+    DeepSpeedEngine                          its `.module`; not with ZeRO-3, whose hooks are on every module
+    FSDP2 (`fully_shard`)                    each wrapped module's forward, inside of its hooks
+    FSDP1 (FullyShardedDataParallel)         each module inside of a wrapper
+    parameters that are sharded tensors      the whole model
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from streamfx.errors import IntegrationError
+from streamfx.integrations.target import Target
+from streamfx.torch_private import is_sharded
+from streamfx.torch_private.fsdp import (
+    inside_of_wrapper,
+    is_fsdp_wrapper,
+    is_fully_sharded,
+    is_managed,
+)
+
+DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
+ZERO_3 = "ds_id"  # the mark by which DeepSpeed (0.19) itself knows a parameter that ZeRO-3 has partitioned
+DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+WRAPPED = "a wrapped module"
+REST = "what it does before and behind wrapped modules"
+PART = "a part of a module whose graph is cut at wrapped modules"
+FABRIC = "_forward_module"  # where Lightning Fabric's wrapper keeps the model
+
+
+def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """What a wrapper that is not compiled wraps, and what is said of it; None if the model is no such wrapper."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module, DATA_PARALLEL
+    if isinstance(model, nn.DataParallel):
+        return model.module, "DataParallel"
+    engine: Any = getattr(sys.modules.get(DEEPSPEED[0]), DEEPSPEED[1], None)
+    if isinstance(engine, type) and isinstance(model, engine):
+        return model.module, "DeepSpeedEngine"  # type: ignore[return-value]
+    inner = model._modules.get(FABRIC)
+    return None if inner is None else (inner, f"a wrapper of {type(model).__module__.partition('.')[0]}")
+
+
+def check_engine(model: nn.Module) -> None:
+    """Raise where nothing of a model can be compiled without taking more memory than before."""
+    if any(hasattr(parameter, ZERO_3) for parameter in model.parameters()):
+        raise IntegrationError(
+            "streamfx.integrations.enable cannot compile a model of DeepSpeed's ZeRO-3",
+            found=f"parameters with {ZERO_3}: a hook on every module gathers them, and the graph is cut at each",
+            do="take ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
+        )
+
+
+def is_held(model: nn.Module, with_parts: bool = False) -> bool:
+    """Whether an engine holds a model's weights in shards; `with_parts`: those of any of its modules."""
+    modules = model.modules() if with_parts else (model,)
+    return any(map(is_managed, modules)) or any(hasattr(own, ZERO_3) for own in _first(model, with_parts))
+
+
+def _first(model: nn.Module, and_all: bool) -> Iterator[nn.Parameter]:
+    for parameter in model.parameters():
+        yield parameter
+        if not and_all:
+            return
+
+
+def engine_of(model: nn.Module) -> str:
+    """What is said of the engine that holds a model's weights; nothing where there is none."""
+    wrapped = sum(map(is_fully_sharded, model.modules()))
+    if wrapped:
+        return (
+            f"FSDP2 (fully_shard): {wrapped} wrapped modules, each a graph of its own inside of its hooks; what crosses from one "
+            "to the next is kept, as with checkpointing, so keep_every and offload do not reach over them"
+        )
+    wrapped = sum(map(is_fsdp_wrapper, model.modules()))
+    if wrapped:
+        return f"FSDP1 (FullyShardedDataParallel): {wrapped} wrapped modules, each a graph of its own"
+    if any(map(is_sharded, model.parameters())):
+        return "parameters that are sharded tensors (DTensor): their collectives go around the loops of one graph"
+    return ""
+
+
+def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
+    """The wrapped modules of a target and, of modules that hold wrapped ones, what is left; `owner` wraps the target."""
+    first, *others = _parts(target.name, target.module, owner, is_top=True)
+    return [replace(first, head=target.head), *others]
+
+
+def _parts(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
+    if is_fsdp_wrapper(module):
+        yield from _parts(path, inside_of_wrapper(module), module, is_top=True)
+        return
+    has_hooks = is_fully_sharded(module)
+    # one that is held by nobody knows whom is its own owner, of which nothing is known
+    owner = module if has_hooks or (owner is None and is_managed(module)) else owner
+    holds_wrapped = _holds_wrapped(module)
+    if has_hooks or is_top or not (holds_wrapped or isinstance(module, CONTAINERS)):
+        part = Target(path, module, PART, is_part=True, owner=owner, within_hooks=has_hooks)
+        if has_hooks or is_top:
+            part = replace(part, why=REST if holds_wrapped else WRAPPED, is_wrapped=True, is_rest=holds_wrapped)
+        yield part
+    if holds_wrapped or isinstance(module, CONTAINERS):
+        for name, child in module.named_children():
+            yield from _parts(f"{path}.{name}", child, owner)
+
+
+def _holds_wrapped(module: nn.Module) -> bool:
+    return any(is_fully_sharded(part) or is_fsdp_wrapper(part) for part in module.modules() if part is not module)

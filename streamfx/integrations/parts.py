@@ -1,0 +1,173 @@
+"""One call of a module that an engine has wrapped: its hooks run as they are, and what is between them through the backend.
+
+Engines of sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in one behind it. A graph
+that reached over a hook would be cut there. So each wrapped module's own forward is a graph. What is left of a module that
+holds wrapped ones is cut at their calls; where Dynamo gives its function up (a cut inside of a loop), its other children are
+graphs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamfx.backend import streambp
+from streamfx.integrations.calls import CallCounts, generates, keeps_cache, run, without_cache
+from streamfx.integrations.target import Target
+from streamfx.lazy.deferred import DeferredTensor
+from streamfx.torch_private import is_sharded
+from streamfx.torch_private.dynamo import isolated
+from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
+
+USE_CACHE = "use_cache"
+
+
+class Shared:
+    """Compiled functions. Modules with the same forward share one and its graphs; Dynamo's guards tell them apart.
+
+    What Dynamo does not guard are numbers in buffers. A graph may rely on them (a mask), and looks at each call whether they are
+    what they were; else it runs whole. So modules whose buffers hold other numbers have graphs of their own.
+    """
+
+    def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
+        self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
+        self.parts: list[Part] = []
+        self.generating = 0  # calls of generation that are going on: what they call runs as it was, too
+        self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._first: dict[tuple[Any, ...], list[nn.Module]] = {}
+
+    def function(self, key: tuple[Any, ...], own: Callable[..., Any], cached: bool, dense: bool) -> Callable[..., Any]:
+        """`own`, compiled; modules that ask with the same key get the same."""
+        key = (*key, cached, dense)
+        if key not in self._made:
+            options = {**({"outputs": "dense"} if dense else {}), **self.options}
+            function = own if cached else without_cache(own)
+            self._made[key] = torch.compile(function, backend=streambp, options=options, **self.keywords)
+        return self._made[key]
+
+    def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
+        """The key, with the number of the first module that asked with it and has the same numbers in its buffers."""
+        known = self._first.setdefault(key, [])
+        number = next((i for i, other in enumerate(known) if _has_same_buffers(module, other)), len(known))
+        if number == len(known):
+            known.append(module)
+        return (*key, number)
+
+    def hands_on_deferred(self) -> bool:
+        """Whether a wrapped module (a head) gives its caller deferred outputs.
+
+        Seen, once each has been called. Before that, it may where it is the only one of its kind and its weights stay.
+        """
+        wrapped = [part for part in self.parts if part.is_wrapped and not part.is_rest]
+        kinds = Counter(type(part.module) for part in wrapped)
+        return any(part.gave_deferred(may=kinds[type(part.module)] == 1) for part in wrapped)
+
+
+class Part:
+    """Stands in for a module's `__call__`, or for its forward where an engine's hooks are around that."""
+
+    def __init__(self, target: Target, shared: Shared) -> None:
+        self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
+        self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
+        self._gave_deferred: bool | None = None
+        self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
+        shared.parts.append(self)
+        before = self.module.forward if self.within_hooks else self.module._call_impl
+        self._before: Callable[..., Any] = before
+        self._own, self._kind, self._first = _unbound(before, self.module)
+        self._signature = inspect.signature(before)
+        self._key: tuple[Any, ...] | None = None
+        self._had = "forward" in self.module.__dict__
+        # Dynamo may be looking for frames to compile when a root calls it: this one is not
+        self._installed = torch.compiler.disable(self._run)
+        functools.update_wrapper(self._installed, before)
+
+    def install(self) -> None:
+        self._refused = let_trace(self.module)
+        if self.within_hooks:
+            self.module.forward = self._installed  # type: ignore[method-assign]
+        else:
+            self.module._compiled_call_impl = self._installed
+
+    def remove(self) -> None:
+        if not self.is_installed:
+            return
+        refuse_again(self._refused)
+        if not self.within_hooks:
+            self.module._compiled_call_impl = None
+        elif self._had:
+            self.module.forward = self._before  # type: ignore[method-assign]
+        else:
+            del self.module.__dict__["forward"]
+
+    @property
+    def is_installed(self) -> bool:
+        slot = self.module.__dict__.get("forward" if self.within_hooks else "_compiled_call_impl")
+        return slot is self._installed
+
+    def gave_deferred(self, may: bool) -> bool:
+        """Whether its last outputs were deferred; `may`: what is said before the first ones."""
+        return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
+
+    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.counts.plain += 1
+        self.shared.generating += 1
+        try:
+            return self._before(*args, **kwargs)
+        finally:
+            self.shared.generating -= 1
+
+    def _with_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Asks for no cache, which nobody would read: layers by themselves would fill it, and keep their keys and values."""
+        if keeps_cache(kwargs) or USE_CACHE not in self._signature.parameters:
+            return kwargs
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        return kwargs if given.get(USE_CACHE) is not None else {**kwargs, USE_CACHE: False}
+
+    def _frees_weights(self) -> bool:
+        return self.owner is not None and frees_weights(self.owner)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if generates(kwargs) or self.shared.generating:
+            return self._generate(args, kwargs)
+        if self.is_rest:
+            kwargs = self._with_no_cache(args, kwargs)
+        if self.is_rest and self.shared.hands_on_deferred():
+            self.counts.plain += 1
+            self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
+            return run(self._before, self.module, args, kwargs)
+        if self._key is None:  # not before the first call: numbers may be loaded after `enable`
+            self._key = self.shared.alike(self._kind, self.module)
+        self.counts.compiled += 1
+        dense = self._frees_weights()  # who touched a deferred one would find no weights
+        self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
+        call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
+        result = run(call, self.module, (*self._first, *args), kwargs, sharers=len(self.shared.parts))
+        self._gave_deferred = isinstance(result, DeferredTensor)
+        return result
+
+
+def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    """A module's function: what is compiled, what it is shared by, and what it is given before its arguments."""
+    if getattr(function, "__self__", None) is module:
+        return function.__func__, (function.__func__, type(module)), (module,)
+    return function, (function,), ()
+
+
+def _has_same_buffers(one: nn.Module, other: nn.Module) -> bool:
+    own, others = dict(one.named_buffers()), dict(other.named_buffers())
+    return own.keys() == others.keys() and all(_is_same(own[name], others[name]) for name in own)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if is_sharded(one) or is_sharded(other) or one.device != other.device or one.dtype != other.dtype:
+        return False  # ranks would have to talk about a sharded one
+    return one.shape == other.shape and (one.is_meta or torch.equal(one, other))

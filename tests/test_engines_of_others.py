@@ -1,0 +1,276 @@
+"""Engines of others: FSDP1, DeepSpeed, accelerate, Lightning Fabric, transformers' and TRL's trainers, on two ranks by gloo."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from streamfx import IntegrationError
+from streamfx.integrations import Enabled, enable
+from tests.support.collectives import data_of, worst
+from tests.support.engines import LENGTH, collectives, graphs_seen, layers_of, one_process, twins
+from tests.support.ranks import on_ranks
+from tests.support.sharded import Layer
+from tests.support.spread import only
+from tests.support.trainers import tiny
+from tests.support.trainers.building import build
+from tests.support.trainers.running import assert_same_training
+
+CHUNK, TOLERANCE = 8, 1e-12
+
+
+def enabled(given: Any) -> Enabled:
+    return enable(given, chunk_size=CHUNK, loss_chunk_size=CHUNK, check_passes=True)
+
+
+def launched(rank: int, port: int) -> None:
+    """What a launcher tells each process; no network is asked."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "NODE_RANK": 0}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": 1}  # type: ignore[dict-item]
+    own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_DISABLE_PROGRESS_BARS": 1, "DS_ACCELERATOR": "cpu"}  # type: ignore[dict-item]
+    os.environ.update({name: str(value) for name, value in own.items()})
+
+
+# -- FSDP1
+
+
+def by_fsdp1(model: nn.Module, own_parameters: bool, **options: Any) -> FullyShardedDataParallel:
+    by_layer, device = ModuleWrapPolicy({Layer}), torch.device("cpu")
+    own = {"auto_wrap_policy": by_layer, "device_id": device, "use_orig_params": own_parameters, **options}
+    return FullyShardedDataParallel(model, **own)
+
+
+def stepped(wrapper: nn.Module, rank: int) -> tuple[dict[str, int], dict[str, int], list[Tensor]]:
+    """Collectives of both halves of a step, and this rank's gradients."""
+    wrapper.zero_grad()
+    made: list[Tensor] = []
+    forward = collectives(lambda: made.append(wrapper(*data_of(rank, LENGTH))))
+    backward = collectives(lambda: (made[0] * (rank + 1)).backward())
+    gradients = [own.grad for own in wrapper.parameters()]
+    return forward, backward, [own.clone() for own in gradients if own is not None]
+
+
+def fsdp1(rank: int, own_parameters: bool, before: bool, kept: bool) -> None:
+    strategy = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if kept else {}
+    model, eager = twins()
+    done = enabled(model) if before else None
+    wrapper = by_fsdp1(model, own_parameters, **strategy)
+    done = done or enabled(wrapper)
+    other = by_fsdp1(eager, own_parameters, **strategy)
+    for _ in range(2):
+        mine, true = stepped(wrapper, rank), stepped(other, rank)
+        assert mine[:2] == true[:2] and len(mine[2]) == len(true[2]) > 0
+        assert all(float((one - two).abs().max()) < TOLERANCE for one, two in zip(mine[2], true[2], strict=True))
+    assert "FSDP1" in str(done) and "model.body.layers.0 and 1 like it (Layer): a wrapped module" in str(done)
+    assert all(calls.counts.compiled or "head" in name for name, calls in done.calls.items())
+
+
+# -- DeepSpeed
+
+
+def deepspeed(rank: int, stage: int, before: bool) -> None:
+    """Weights after two steps, against eager of the same engine (which reduces in float32)."""
+    import deepspeed as library
+
+    launched(rank, 29541)
+    library.init_distributed("gloo")
+    model, eager = twins()
+    done = enabled(model) if before else None
+    engines = []
+    for own in (model, eager):
+        settings = {
+            "train_batch_size": 2,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.SGD(own.parameters(), lr=1.0)
+        engines.append(library.initialize(model=own, optimizer=optimizer, config=settings)[0])
+    if stage == 3:
+        with pytest.raises(IntegrationError, match="ZeRO-3"):
+            engines[0](*data_of(rank, LENGTH)) if before else enabled(engines[0])
+        return
+    done = done or enabled(engines[0])
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(engine(*data_of(rank, LENGTH)) * (rank + 1))
+            engine.step()
+    for mine, true in zip(model.parameters(), eager.parameters(), strict=True):
+        assert float((mine - true).abs().max()) < 1e-6
+    assert done.calls["model"].counts.compiled == 2 and (before or "DeepSpeedEngine" in str(done))
+
+
+# -- accelerate, Fabric
+
+
+def batch(rank: int) -> dict[str, Tensor]:
+    ids = torch.randint(8, 60, (2, 40), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def accelerated(rank: int, engine: str, before: bool) -> None:
+    """`Accelerator.prepare`. It knows FSDP on GPUs alone: its state is told that it is there, the rest is its own code."""
+    launched(rank, 29542)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    torch.set_default_dtype(torch.float64)
+    accelerator = Accelerator(cpu=True)
+    if engine == "fsdp2":
+        layers, by_class = ["LlamaDecoderLayer"], "transformer_based_wrap"
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy=by_class,
+            transformer_cls_names_to_wrap=layers,
+            cpu_ram_efficient_loading=False,
+        )
+        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    model = tiny.causal_model()
+    truth = copy.deepcopy(model)
+    done = enabled(model) if before else None
+    with graphs_seen() as graphs:
+        given, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        done = done or enabled(given)
+        for _ in range(2):
+            given.zero_grad()
+            truth.zero_grad()
+            torch.stack([truth(**batch(other)).loss for other in range(2)]).mean().backward()
+            accelerator.backward(given(**batch(rank)).loss)
+            assert worst(model, truth) < TOLERANCE
+        if engine == "fsdp2":
+            generates(given, done)
+    with_attention = [graph for graph in graphs if "scaled_dot_product_attention" in graph]
+    assert len(with_attention) == 1 or (before and engine == "ddp")  # which was made before graphs were looked at
+    assert {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}[engine] in str(done)
+
+
+def generates(model: Any, done: Enabled) -> None:
+    """Generation runs as it was, the parts of a model as well."""
+    compiled = [calls.counts.compiled for calls in done.calls.values()]
+    with torch.no_grad():
+        model(input_ids=batch(0)["input_ids"][:, :5], use_cache=True)
+    assert compiled == [calls.counts.compiled for calls in done.calls.values()]
+    assert all(calls.counts.plain for calls in done.calls.values())
+
+
+def fabric(rank: int, engine: str, before: bool) -> None:
+    launched(rank, 29543)
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    def shard(model: Any, mesh: Any) -> Any:
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategies: dict[str, Callable[[], Any]] = {
+        "ddp": partial(DDPStrategy, cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo"),
+        "fsdp2": partial(ModelParallelStrategy, shard, data_parallel_size=2, tensor_parallel_size=1),
+    }
+    own = Fabric(accelerator="cpu", devices=2, strategy=strategies[engine]())
+    own.launch()
+    model, truth = twins()
+    done = enabled(model) if before else None
+    given = own.setup_module(model)
+    done = done or enabled(given)
+    for _ in range(2):
+        one_process(truth, rank)
+        model.zero_grad()
+        own.backward(given(*data_of(rank, LENGTH)) * (rank + 1))
+        assert worst(model, truth) < TOLERANCE
+    assert {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}[engine] in str(done)
+
+
+# -- trainers
+
+
+def trainer(rank: int, name: str, folder: Path) -> None:
+    """In DistributedDataParallel: the losses and final weights that the same trainer has in eager."""
+    launched(rank, 29544)
+    import datasets
+    from accelerate.state import AcceleratorState
+
+    datasets.disable_progress_bars()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given, done = assert_same_training(lambda: build(name, folder / str(rank), ddp_find_unused_parameters=False))
+    assert isinstance(given.model_wrapped, nn.parallel.DistributedDataParallel) and "DistributedDataParallel" in str(done)
+
+
+CASES: dict[str, tuple[str, Callable[[int], None]]] = {
+    "fsdp1": ("torch", partial(fsdp1, own_parameters=True, before=False, kept=False)),
+    "fsdp1, enabled before": ("torch", partial(fsdp1, own_parameters=True, before=True, kept=False)),
+    "fsdp1, whole weights are kept": ("torch", partial(fsdp1, own_parameters=True, before=False, kept=True)),
+    "fsdp1, flat parameters": ("torch", partial(fsdp1, own_parameters=False, before=False, kept=False)),
+    "fsdp1, flat parameters, enabled before": ("torch", partial(fsdp1, own_parameters=False, before=True, kept=False)),
+    **{
+        f"deepspeed, stage {stage}{', enabled before' if before else ''}": (
+            "deepspeed",
+            partial(deepspeed, stage=stage, before=before),
+        )
+        for stage in (1, 2, 3)
+        for before in (False, True)
+    },
+    **{
+        f"{name}, {engine}{', enabled before' if before else ''}": (name, partial(case, engine=engine, before=before))
+        for name, case in (("accelerate", accelerated), ("lightning", fabric))
+        for engine in ("ddp", "fsdp2")
+        for before in (False, True)
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_engines(name: str) -> None:
+    library, case = CASES[name]
+    pytest.importorskip(library)
+    on_ranks(case)
+
+
+def loss_of_trl(rank: int, before: bool, folder: Path) -> None:
+    """TRL's own loss of a model that FSDP2 has wrapped: the backbone's layers are compiled. (Its trainer wraps on GPUs alone.)"""
+    launched(rank, 29545)
+    given, other = (build("sft", folder / f"{rank}{name}") for name in ("own", "true"))
+    model, truth = given.model.double(), other.model.double()
+    done = enabled(given) if before else None
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    done = done or enabled(given)
+    for _ in range(2):
+        model.zero_grad()
+        truth.zero_grad()
+        batches = [{**batch(r), "attention_mask": torch.ones(2, 40, dtype=torch.int64)} for r in range(2)]
+        torch.stack([other.compute_loss(truth, one) for one in batches]).mean().backward()
+        given.compute_loss(model, batches[rank]).backward()
+        assert worst(model, truth) < TOLERANCE
+    assert done.calls["model.model.layers.0"].counts.compiled == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", [False, True])
+def test_loss_of_trl(before: bool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    on_ranks(loss_of_trl, before, tmp_path)
+
+
+@pytest.mark.parametrize("name", only([], ["transformers", "sft"]))
+def test_trainers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    pytest.importorskip("trl" if name == "sft" else "transformers")
+    on_ranks(trainer, name, tmp_path)
