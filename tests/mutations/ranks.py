@@ -137,7 +137,7 @@ ROWS = (
         "ranks",
         "to look at a model waits for other ranks",
         "streamfx/inspection/tracing.py",
-        ", exchange=lambda text, group, waits=True: [text])",
+        ", exchange=lambda text, group, **how: [text])",
         ")",
         ("test_ranks.py::test_to_look_at_a_model_asks_nobody",),
     ),
