@@ -22,7 +22,7 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Scan, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product, quotient
-from streamfx.passes.operators.collectives import is_reduced_over_ranks
+from streamfx.passes.operators.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.operators.fillers import FILLERS
 from streamfx.passes.operators.opaque import is_part_of_opaque
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements, is_random
@@ -226,7 +226,8 @@ class _Analysis:
             return outside
         signature = self.axes.signatures.get(node)
         if signature is None:
-            self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
+            if not is_wait(node):  # what it waits for has a reason
+                self.reasons[node] = self.axes.declined.get(node, f"no rule for {node.target}")
             return outside
         letters = self._sequence_letters(node)
         if self._slots(signature, letters) > 2 or self._has_double_letter(node):

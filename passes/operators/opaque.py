@@ -14,6 +14,7 @@ from torch import fx
 
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.rules.registry import rule_for
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
@@ -41,7 +42,7 @@ def why_opaque(node: fx.Node) -> str:
         return (
             f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
         )
-    return f"no rule for {node.target}"
+    return f"{node.target} runs on all ranks at once, in one piece" if is_collective(node) else f"no rule for {node.target}"
 
 
 def may_be_merged(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.log import log
+from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
 from streamfx.torch_private import OpOverload
@@ -27,6 +28,7 @@ WHOLE_GRAPH = (
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
 NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
+RANKS = "what lies between two such operators streams"
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
 RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
@@ -63,6 +65,8 @@ def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:
+    if is_collective(node):
+        return RANKS
     if is_opaque(node):
         return NO_RULE if isinstance(node.target, OpOverload) else OTHER
     if _is_of_recurrent_layer(node):
