@@ -256,6 +256,8 @@ def undone(rank: int) -> list[float]:
     with enabled(model) as done:
         found = [step(model, truth, rank).error]
         assert list(model.state_dict()) == keys and done.is_enabled
+        with pytest.raises(IntegrationError, match="compiled already"):
+            enabled(model.get_submodule("body.layers.0"))
     assert not done.is_enabled and all("forward" not in module.__dict__ for module in model.modules())
     counted = {name: calls.counts.compiled for name, calls in done.calls.items()}
     found.append(step(model, truth, rank).error)
