@@ -7,7 +7,7 @@ from typing import Any
 
 from streamfx.errors import IntegrationError, OptionError
 from streamfx.integrations.calls import Calls
-from streamfx.integrations.parts import Part, Shared
+from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
 from streamfx.options import checked
@@ -24,7 +24,7 @@ class Enabled:
 
     def _install(self, found: Found) -> None:
         for target in found.targets:
-            if target.module._compiled_call_impl is not None:
+            if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
                     f"streamfx.integrations.enable compiles {target.name} in place, and it is compiled already",
                     found="an earlier enable(...) or module.compile(...)",

@@ -26,6 +26,12 @@ from streamfx.torch_private.dynamo import isolated
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
 USE_CACHE = "use_cache"
+MARK = "_is_of_streamfx"
+
+
+def is_enabled(module: nn.Module) -> bool:
+    """Whether a module's forward has been replaced by an earlier `enable`."""
+    return hasattr(module.__dict__.get("forward"), MARK)
 
 
 class Shared:
@@ -87,6 +93,7 @@ class Part:
         # Dynamo may be looking for frames to compile when a root calls it: this one is not
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, before)
+        setattr(self._installed, MARK, True)
 
     def install(self) -> None:
         self._refused = let_trace(self.module)
