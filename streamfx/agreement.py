@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import groups_of, is_collective, is_reduced_over_ranks
@@ -30,6 +30,7 @@ from streamfx.torch_private.ranks import Missing, written_by_all
 Capture: TypeAlias = "Callable[[], Facts]"
 Exchange: TypeAlias = "Callable[..., list[str]]"  # text, group, whether it waits: what all ranks of the group have written
 FAILED = "failed: "
+GROUPS = ("group", "group_name")  # what operators call the ranks that run them together
 SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
 DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
@@ -73,19 +74,19 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 
 def is_said_by_all(facts: Facts, group: str, exchange: Exchange) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
-    texts = exchange(said(facts), group)
+    texts = exchange(said(facts, group), group)
     failed = next((text for text in texts if text.startswith(FAILED)), None)
     if failed is not None:
         raise RanksDiffer.elsewhere(failed.removeprefix(FAILED))
     return len(set(texts)) == 1
 
 
-def said(facts: Facts) -> str:
+def said(facts: Facts, group: str) -> str:
     """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
-    return "\n".join(_lines(facts.program)) if facts.program is not None else "as it stands"
+    return "\n".join(_lines(facts.program, group)) if facts.program is not None else "as it stands"
 
 
-def _lines(program: Program) -> Iterator[str]:
+def _lines(program: Program, group: str) -> Iterator[str]:
     for name, half in (("forward", program.forward), ("backward", program.backward)):
         yield name
         for node in half.graph.nodes if half is not None else ():
@@ -95,7 +96,13 @@ def _lines(program: Program) -> Iterator[str]:
                 order = "backwards" if loop.spec.reverse else "forwards"
                 yield from (f"  {order} {loop.spec.chunk_size} of {loop.spec.length}", *reduced) if reduced else ()
             elif is_collective(node):
-                yield f"  {node.target} {fx.node.map_arg((node.args, node.kwargs), _shown)}"
+                yield f"  {node.target} {_arguments(node, group)}"
+
+
+def _arguments(node: fx.Node, group: str) -> Any:
+    """Names of other groups are other ones on each rank."""
+    given: dict[str, Any] = fx.node.map_arg(bound_arguments(node), _shown)  # type: ignore[assignment,arg-type]
+    return {name: "another group" if name in GROUPS and value != group else value for name, value in given.items()}
 
 
 def _shown(node: fx.Node) -> str:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
-from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
+from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
 from streamfx.errors import RanksDiffer
 from streamfx.torch_private.ranks import Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
-from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions
+from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ class Others:
 def test_ranks_that_say_the_same_reduce_in_loops(ranks: None) -> None:
     others = Others(None)
     facts = facts_of(decoder(), data_of(0, 12), others)
-    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [said(facts)]
+    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [text_of_ranks(facts)]
 
 
 def test_ranks_that_would_cut_otherwise_reduce_between_loops(ranks: None) -> None:
@@ -107,13 +107,28 @@ def test_sums_alone_need_no_agreement(ranks: None) -> None:
 
 def test_what_ranks_say_tells_chunks_and_order(ranks: None) -> None:
     model = decoder(1)
-    texts = {said(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
+    texts = {text_of_ranks(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
     swapped = copy.deepcopy(model)
     swapped.layers[0].forward = lambda x: type(model.layers[0]).forward(swapped.layers[0], x.flip(-1))  # type: ignore[method-assign]
     assert len(texts) == 2 * len(OPTIONS)
-    assert said(facts_of(model, data_of(0, 12))) in texts
+    assert text_of_ranks(facts_of(model, data_of(0, 12))) in texts
     other = facts_of(lambda x: all_reduce(Shared.apply(x) @ x.mT @ x, "max", everybody()), [torch.randn(1, 12, 4)])
-    assert said(other) not in texts
+    assert text_of_ranks(other) not in texts
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]
+
+
+def test_names_of_other_groups_are_not_compared(ranks: None) -> None:
+    """Ranks that hold parts of the same layers are in groups of their own for everything else."""
+
+    def texts() -> str:
+        half = dist.new_group([0, 1])
+
+        def function(x: Tensor) -> Tensor:
+            h = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return all_reduce(all_reduce(h, "sum", everybody()).exp().sum(), "sum", half)
+
+        return text_of_ranks(facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)]))
+
+    assert texts() == texts()

@@ -253,4 +253,12 @@ ROWS = (
         "and all(map(is_reduced_over_ranks, parts)) and",
         ("test_ranks.py::test_sums_without_rows_stay_two",),
     ),
+    Mutation(
+        "ranks",
+        "names of groups that a rank is in alone are compared",
+        "streamfx/agreement.py",
+        "if name in GROUPS and value != group else value",
+        "if name in () and value != group else value",
+        ("test_ranks_agree.py::test_names_of_other_groups_are_not_compared",),
+    ),
 )
