@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import fx
 
@@ -96,13 +96,14 @@ def _lines(program: Program, group: str) -> Iterator[str]:
                 order = "backwards" if loop.spec.reverse else "forwards"
                 yield from (f"  {order} {loop.spec.chunk_size} of {loop.spec.length}", *reduced) if reduced else ()
             elif is_collective(node):
-                yield f"  {node.target} {_arguments(node, group)}"
+                yield f"  {_call(node, group)}"
 
 
-def _arguments(node: fx.Node, group: str) -> Any:
-    """Names of other groups are other ones on each rank."""
-    given: dict[str, Any] = fx.node.map_arg(bound_arguments(node), _shown)  # type: ignore[assignment,arg-type]
-    return {name: "another group" if name in GROUPS and value != group else value for name, value in given.items()}
+def _call(node: fx.Node, group: str) -> str:
+    """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
+    given = bound_arguments(node)
+    is_own = any(given.get(name) == group for name in GROUPS)
+    return f"{node.target} {fx.node.map_arg(given, _shown)}" if is_own else f"{node.target} of others"  # type: ignore[arg-type]
 
 
 def _shown(node: fx.Node) -> str:

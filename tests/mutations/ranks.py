@@ -255,10 +255,10 @@ ROWS = (
     ),
     Mutation(
         "ranks",
-        "names of groups that a rank is in alone are compared",
+        "collectives of other groups are compared",
         "streamfx/agreement.py",
-        "if name in GROUPS and value != group else value",
-        "if name in () and value != group else value",
+        "is_own = any(given.get(name) == group for name in GROUPS)",
+        "is_own = True",
         ("test_ranks_agree.py::test_names_of_other_groups_are_not_compared",),
     ),
 )
