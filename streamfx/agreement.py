@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import groups_of, is_collective, is_reduced_over_ranks
@@ -34,6 +34,7 @@ from streamfx.torch_private.ranks import Missing, written_by_all
 Capture: TypeAlias = "Callable[[], Facts]"
 Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
 FAILED = "failed: "
+GROUPS = ("group", "group_name")  # what operators call the ranks that run them together
 SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
 DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
@@ -56,14 +57,13 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
 
 def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
     facts = _rows_agreed(run, capture, exchange)
-    if facts.collectives is not None:
-        reduced = {str(node.args[2]) for node in rows_over_ranks(facts)}
-        for group in groups_of(capture().joint.graph):
-            if group not in reduced:
-                texts = exchange(said(facts, group), group, new=True)
-                _raise_failed(texts)
-                if len(set(texts)) > 1:
-                    raise RanksDiffer.in_order(*_first_difference(texts))
+    reduced = {str(node.args[2]) for node in rows_over_ranks(facts)}
+    for group in groups_of_weights(facts):
+        if group not in reduced:
+            texts = exchange(said_of_weights(facts, group), group, new=True)
+            _raise_failed(texts)
+            if len(set(texts)) > 1:
+                raise RanksDiffer.in_order(*_first_difference(texts))
     return facts
 
 
@@ -89,9 +89,16 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
     return [node for node in reduced if axes.sequence_dims(axes.shapes[node])]
 
 
+def groups_of_weights(facts: Facts) -> list[str]:
+    """The groups over which weights are gathered and their gradients reduced."""
+    found = facts.collectives
+    stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
+    return list(dict.fromkeys(group for stretch in stretches for group in groups_of(stretch.graph)))
+
+
 def is_said_by_all(facts: Facts, group: str, exchange: Exchange) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
-    texts = exchange(said(facts), group)
+    texts = exchange(said(facts, group), group)
     _raise_failed(texts)
     return len(set(texts)) == 1
 
@@ -109,12 +116,21 @@ def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
     return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))
 
 
-def said(facts: Facts, group: str | None = None) -> str:
-    """Which collectives a program runs, of one group or of all, and in which order; in a loop with chunks, and what each has."""
+def said(facts: Facts, group: str) -> str:
+    """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
     return "\n".join(_lines(facts.program, group)) if facts.program is not None else "as it stands"
 
 
-def _lines(program: Program, group: str | None) -> Iterator[str]:
+def said_of_weights(facts: Facts, group: str) -> str:
+    """Which collectives of a group a program runs, and in which order: nothing that depends on lengths, or on other groups."""
+    if facts.program is None:
+        return "as it stands"
+    halves = [half for half in (facts.program.forward, facts.program.backward) if half is not None]
+    own = (node for half in halves for node in half.graph.nodes if is_collective(node) and _is_of(node, group))
+    return "\n".join(_call(node, group) for node in own)
+
+
+def _lines(program: Program, group: str) -> Iterator[str]:
     for name, half in (("forward", program.forward), ("backward", program.backward)):
         yield name
         for node in half.graph.nodes if half is not None else ():
@@ -123,8 +139,19 @@ def _lines(program: Program, group: str | None) -> Iterator[str]:
                 reduced = [str(inner.meta[REDUCED]) for inner in loop.spec.body.graph.nodes if inner.target is begin]
                 order = "backwards" if loop.spec.reverse else "forwards"
                 yield from (f"  {order} {loop.spec.chunk_size} of {loop.spec.length}", *reduced) if reduced else ()
-            elif is_collective(node) and group in (None, node.args[-1]):
-                yield f"  {node.target} {fx.node.map_arg((node.args, node.kwargs), _shown)}"
+            elif is_collective(node):
+                yield f"  {_call(node, group)}"
+
+
+def _call(node: fx.Node, group: str) -> str:
+    """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
+    given: Any = bound_arguments(node)
+    return f"{node.target} {fx.node.map_arg(given, _shown)}" if _is_of(node, group) else f"{node.target} of others"
+
+
+def _is_of(node: fx.Node, group: str) -> bool:
+    given = bound_arguments(node)
+    return any(given.get(name) == group for name in GROUPS)
 
 
 def _shown(node: fx.Node) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import streamfx
-from streamfx.agreement import said
 from streamfx.ir.facts import known
 from streamfx.ir.joint import node_argument
 from streamfx.ir.plan import AutoChunk
@@ -29,7 +28,7 @@ from streamfx.runtime.recurrences import Recurrence
 from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Summed
-from tests.support.over_ranks import WORLD, bodies, decoder, everybody, facts_of, one_of_many, reductions
+from tests.support.over_ranks import WORLD, bodies, decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
 from tests.support.sharded import Decoder
 from tests.test_tensor_parallel import cut
 
@@ -58,7 +57,7 @@ def test_both_halves_of_a_layer_that_is_cut(ranks: None, golden: Callable[[str],
     model = cut(Decoder(1, width=32, vocabulary=16), WORLD)
     with loss_parallel():
         facts = facts_of(model, data_of(0, 12, 16), strict=True)
-    golden(f"{text_of(facts, 'put back')}\n\n{said(facts)}")
+    golden(f"{text_of(facts, 'put back')}\n\n{text_of_ranks(facts)}")
 
 
 def test_what_runs_does_not_depend_on_the_number_of_chunks(ranks: None) -> None:
@@ -128,7 +127,7 @@ def test_what_is_there_already_is_reduced_once(ranks: None) -> None:
         return F.scaled_dot_product_attention(all_reduce(x, "sum", everybody()) @ weight, x, x, is_causal=True).sum()
 
     facts = facts_of(function, [torch.randn(1, 2, 12, 4), torch.randn(4, 4, requires_grad=True)], strict=True)
-    assert not any(reductions(facts)) and said(facts).count("all_reduce") == 1
+    assert not any(reductions(facts)) and text_of_ranks(facts).count("all_reduce") == 1
 
 
 def test_a_sum_that_two_loops_ask_for_is_reduced_once(ranks: None) -> None:
@@ -273,7 +272,7 @@ def test_sums_without_rows_stay_two(ranks: None) -> None:
         return all_reduce(h.sum(), "sum", everybody()) + all_reduce(h.exp().sum(), "sum", everybody())
 
     facts = facts_of(function, [torch.randn(1, 2, 12, 4)])
-    assert said(facts).count("all_reduce") == 2 and sum(reductions(facts)) == 1
+    assert text_of_ranks(facts).count("all_reduce") == 2 and sum(reductions(facts)) == 1
 
 
 def test_equal_reductions_stay_two(ranks: None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,13 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND, said
+from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
 from streamfx.errors import RanksDiffer
 from streamfx.torch_private.ranks import Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
-from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions
+from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
+from tests.support.sharded import whole
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ class Others:
     def __init__(self, *say: str | None) -> None:
         self.say, self.heard = list(say), list[tuple[str, str, bool]]()
 
-    def __call__(self, text: str, group: str, waits: bool = True) -> list[str]:
+    def __call__(self, text: str, group: str, waits: bool = True, new: bool = False) -> list[str]:
         self.heard.append((text, group, waits))
         other = self.say.pop(0) if waits else None
         if other == "nothing":
@@ -48,7 +51,7 @@ class Others:
 def test_ranks_that_say_the_same_reduce_in_loops(ranks: None) -> None:
     others = Others(None)
     facts = facts_of(decoder(), data_of(0, 12), others)
-    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [said(facts)]
+    assert sum(reductions(facts)) == 10 and [text for text, *_ in others.heard] == [text_of_ranks(facts)]
 
 
 def test_ranks_that_would_cut_otherwise_reduce_between_loops(ranks: None) -> None:
@@ -107,13 +110,56 @@ def test_sums_alone_need_no_agreement(ranks: None) -> None:
 
 def test_what_ranks_say_tells_chunks_and_order(ranks: None) -> None:
     model = decoder(1)
-    texts = {said(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
+    texts = {text_of_ranks(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
     swapped = copy.deepcopy(model)
     swapped.layers[0].forward = lambda x: type(model.layers[0]).forward(swapped.layers[0], x.flip(-1))  # type: ignore[method-assign]
     assert len(texts) == 2 * len(OPTIONS)
-    assert said(facts_of(model, data_of(0, 12))) in texts
+    assert text_of_ranks(facts_of(model, data_of(0, 12))) in texts
     other = facts_of(lambda x: all_reduce(Shared.apply(x) @ x.mT @ x, "max", everybody()), [torch.randn(1, 12, 4)])
-    assert said(other) not in texts
+    assert text_of_ranks(other) not in texts
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]
+
+
+def test_names_of_other_groups_are_not_compared(ranks: None) -> None:
+    """Ranks that hold parts of the same layers are in groups of their own for everything else."""
+
+    def texts() -> str:
+        half = dist.new_group([0, 1])
+
+        def function(x: Tensor) -> Tensor:
+            h = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return all_reduce(all_reduce(h, "sum", everybody()).exp().sum(), "sum", half)
+
+        return text_of_ranks(facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)]))
+
+    assert texts() == texts()
+
+
+def sums_of_a_sharded_weight() -> Callable[[Tensor], Tensor]:
+    """Rows that are reduced over all ranks, made with a weight that some of them share."""
+    weight = distribute_tensor(torch.randn(4, 4), DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"), [Shard(0)])
+
+    def function(x: Tensor) -> Tensor:
+        h = F.scaled_dot_product_attention(x @ whole(weight), x, x, is_causal=True)  # type: ignore[arg-type]
+        return all_reduce(h, "sum", everybody()).exp().sum()
+
+    weight.requires_grad_()
+    return function
+
+
+def test_what_ranks_say_of_weights_is_the_same_for_all_lengths(ranks: None) -> None:
+    function, heard = sums_of_a_sharded_weight(), []
+    for length in (12, 13):
+        others = Others(None, None)
+        facts_of(function, [torch.randn(1, 2, length, 4)], others)
+        heard.append([text for text, *_ in others.heard])
+    (rows, weights), (other_rows, other_weights) = heard
+    assert rows != other_rows and weights == other_weights
+    assert "all_gather" in weights and "reduce_scatter" in weights
+
+
+def test_ranks_that_gather_in_another_order_say_so(ranks: None) -> None:
+    with pytest.raises(RanksDiffer, match="something else on its rank 1"):
+        facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], Others(None, "something else"))

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from streamfx.errors import RanksDiffer
+from tests.support import cut_by_hand
 from tests.support.collectives import REDUCE, Step, Wire, data_of, step
 from tests.support.cut_by_hand import CutDecoder
 from tests.support.ranks import on_ranks
@@ -190,6 +191,24 @@ def by_sequence(rank: int) -> Step:
 def test_sequence_parallel_is_exact() -> None:
     own = on_ranks(by_sequence)[0]
     assert own.loss_error < 1e-12 and own.error < 1e-12
+
+
+def sharded_and_cut(rank: int) -> float:
+    """A mesh of two groups with data and lengths of their own, which share weights; each cuts its layers over two ranks."""
+    truth, _ = twins(layers=2, width=16)
+    mesh, lengths, group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), (16, 40), rank // 2
+    cut_by_hand.cut_over.append(mesh["tensor"].get_group())
+    model = CutDecoder(copy.deepcopy(truth), (3, 1), (20, 12))
+    for layer in model.layers:
+        layer.shard(mesh["data"])  # type: ignore[operator]
+    torch.stack([truth(*data_of(other, length)) / 2 for other, length in enumerate(lengths)]).sum().backward()
+    compiled(model, strict=True)(*data_of(group, lengths[group])).backward()
+    return model.error(truth)
+
+
+@pytest.mark.long
+def test_weights_may_be_sharded_beside() -> None:
+    assert max(on_ranks(sharded_and_cut, world=4)) < 1e-12
 
 
 def at_random(rank: int, seed: int) -> list[float]:

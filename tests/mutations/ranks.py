@@ -253,4 +253,28 @@ ROWS = (
         "and all(map(is_reduced_over_ranks, parts)) and",
         ("test_ranks.py::test_sums_without_rows_stay_two",),
     ),
+    Mutation(
+        "ranks",
+        "collectives of other groups are compared",
+        "streamfx/agreement.py",
+        "return any(given.get(name) == group for name in GROUPS)",
+        "return True",
+        ("test_ranks_agree.py::test_names_of_other_groups_are_not_compared",),
+    ),
+    Mutation(
+        "ranks",
+        "collectives on weights are not compared",
+        "streamfx/agreement.py",
+        "if group not in reduced:",
+        "if False:",
+        ("test_ranks_agree.py::test_ranks_that_gather_in_another_order_say_so",),
+    ),
+    Mutation(
+        "ranks",
+        "what ranks say of weights follows from lengths",
+        "streamfx/agreement.py",
+        "texts = exchange(said_of_weights(facts, group), group, new=True)",
+        "texts = exchange(said(facts, group), group, new=True)",
+        ("test_ranks_agree.py::test_what_ranks_say_of_weights_is_the_same_for_all_lengths",),
+    ),
 )

@@ -10,15 +10,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.sharded import Decoder, Layer
+from tests.support.collectives import whole_gradient
+from tests.support.sharded import Decoder, Layer, whole
 
 HEAD = 4  # numbers of a head, as in `Layer`
 
 
+cut_over: list[Any] = []  # the group of ranks, where it is not that of all
+
+
 def summed(x: Tensor) -> Tensor:
     everybody: Any = dist.group.WORLD
-    return all_reduce(x, "sum", everybody)
+    return all_reduce(x, "sum", cut_over[0] if cut_over else everybody)
+
+
+def own_part(parts: Sequence[Tensor]) -> Tensor:
+    return parts[dist.get_rank(*cut_over[:1])]
 
 
 class Shared(torch.autograd.Function):
@@ -47,7 +57,7 @@ class Summed(torch.autograd.Function):
 
 def part(parameter: Tensor, sizes: Sequence[int], dim: int) -> nn.Parameter:
     """This rank's part of a weight."""
-    return nn.Parameter(parameter.detach().split(list(sizes), dim)[dist.get_rank()].clone())
+    return nn.Parameter(own_part(parameter.detach().split(list(sizes), dim)).clone())
 
 
 class CutLayer(nn.Module):
@@ -67,21 +77,33 @@ class CutLayer(nn.Module):
         self.norm = nn.LayerNorm(len(given["norm.weight"]))
         self.norm.load_state_dict(layer.norm.state_dict())
         self.own = nn.ParameterDict({name.replace(".", "_"): part(given[name], *cut) for name, cut in self.cuts.items()})
+        self.is_sharded = False
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Let ranks of another dimension of a mesh have shards of this rank's part, and gather them where they are used."""
+        self.is_sharded = True
+        for name, value in self.own.items():
+            self.own[name] = nn.Parameter(distribute_tensor(value.data, mesh, [Shard(0)]))
+
+    def read(self, name: str) -> Tensor:
+        return whole(self.own[name]) if self.is_sharded else self.own[name]  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        own, h = self.own, Shared.apply(self.norm(x))
-        q, k, v = (F.linear(h, own[f"{name}_weight"]).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
+        h = Shared.apply(self.norm(x))
+        q, k, v = (F.linear(h, self.read(f"{name}_weight")).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + Summed.apply(F.linear(mixed, own["out_weight"]))
-        inner = F.gelu(F.linear(Shared.apply(x), own["up_weight"], own["up_bias"]))
-        return x + Summed.apply(F.linear(inner, own["down_weight"]))
+        x = x + Summed.apply(F.linear(mixed, self.read("out_weight")))
+        inner = F.gelu(F.linear(Shared.apply(x), self.read("up_weight"), self.read("up_bias")))
+        return x + Summed.apply(F.linear(inner, self.read("down_weight")))
 
     def error(self, layer: Layer) -> float:
         """The largest difference between a gradient and the whole layer's."""
         true = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        own = {name: (self.own[name.replace(".", "_")].grad, *cut) for name, cut in self.cuts.items()}
-        pairs = [(gradient, true[name].split(list(sizes), dim)[dist.get_rank()]) for name, (gradient, sizes, dim) in own.items()]  # type: ignore[union-attr]
-        pairs += [(self.norm.weight.grad, true["norm.weight"]), (self.norm.bias.grad, true["norm.bias"])]  # type: ignore[list-item]
+        pairs: list[tuple[Any, Any]] = []
+        for name, (sizes, dim) in self.cuts.items():
+            pairs.append((whole_gradient(self.own[name.replace(".", "_")]), own_part(true[name].split(list(sizes), dim))))  # type: ignore[union-attr]
+        if not self.is_sharded:  # else nobody has added up those of the norm
+            pairs += [(self.norm.weight.grad, true["norm.weight"]), (self.norm.bias.grad, true["norm.bias"])]  # type: ignore[list-item]
         return max((one - other).abs().max().item() for one, other in pairs)
 
 

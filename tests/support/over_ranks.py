@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from streamfx.agreement import said
 from streamfx.backend import Compilation
 from streamfx.ir.facts import Facts, known
 from streamfx.options import resolved
@@ -64,3 +65,8 @@ def bodies(facts: Facts) -> list[fx.Graph]:
 def reductions(facts: Facts) -> list[int]:
     """How many reductions each loop has."""
     return [sum(node.target is begin for node in graph.nodes) for graph in bodies(facts)]
+
+
+def text_of_ranks(facts: Facts) -> str:
+    """What this rank tells the others."""
+    return said(facts, everybody().group_name)
