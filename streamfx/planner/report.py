@@ -11,7 +11,8 @@ from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
 from streamfx.planner.devices import Device
 from streamfx.planner.predict import Prediction, Way
-from streamfx.report.text import in_flops, joint_name, unnumbered
+from streamfx.report.names import joint_name, unnumbered
+from streamfx.report.text import in_flops
 
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
