@@ -188,7 +188,8 @@ def _largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
     accumulate_grad.h: obeys_layout_contract; copies are made one after the other, when all gradients are there.
     """
     pairs = zip(inputs, gradients, strict=False)
-    return max((own.nbytes for value, own in pairs if isinstance(own, Tensor) and not _lies_as(own, value)), default=0)
+    tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
+    return max((own.nbytes for value, own in tensors if own.shape == value.shape and not _lies_as(own, value)), default=0)
 
 
 def _lies_as(gradient: Tensor, value: Tensor) -> bool:
