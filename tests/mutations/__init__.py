@@ -9,7 +9,7 @@ fault that no test saw adds the test, and the mended line as a row.
 
 from __future__ import annotations
 
-from tests.mutations import chunks, equations, kept, linear, memory, values
+from tests.mutations import chunks, equations, kept, linear, memory, values, wire
 from tests.mutations.row import Mutation
 
 # Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
@@ -38,6 +38,7 @@ KINDS = {
     "segments": "stretches compiled for other sizes, strides or types",
     "keys": "values of positions that are made for too few keys",
     "shards": "what is known of a shard, taken for the whole",
+    "wire": "what is counted of collectives",
     "stages": "gradients that are handed over while they, or their parameters, are still read",
 }
-ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS)
+ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS, *wire.ROWS)
