@@ -26,6 +26,8 @@ BLOCK = re.compile(r"(<!-- figures: ([\w -]+) -->\n)(.*?)(\n<!-- end -->)", re.D
 GIB = 1 << 30
 KEPT = ("length", "batch", "max_length", "peak_bytes", "seconds", "launches", "bytes_of_products", "bytes_of_totals")
 
+WIRE = ("bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
+
 Figures = dict[str, dict[str, Any]]
 
 LONGEST = "--memory 80GiB --max-length --no-baselines"
@@ -39,6 +41,7 @@ COMMANDS = {
     "Qwen3-8B, every boundary": f"Qwen3-8B --keep-every 1 {LONGEST}",
     "Qwen3-8B, adapters": f"Qwen3-8B --lora-rank 16 --keep-every 1 {LONGEST}",
     "Qwen3-8B, DPO": f"Qwen3-8B --objective dpo --lora-rank 16 --keep-every 1 {LONGEST}",
+    "Qwen3-8B, zero3 on 8": "Qwen3-8B --seq 131072 --optimizer adamw --world 8 --shard zero3 --no-baselines",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
@@ -70,6 +73,9 @@ def made(command: str, commit: str) -> dict[str, Any]:
     found = json.loads(printed.getvalue())
     figures = {name: found[name] for name in KEPT}
     figures["rows"] = [stage["chunk_size"] for stage in found["stages"]]
+    if found["wire"] is not None:
+        figures["peak_by_term"] = found["peak_by_term"]
+        figures["wire"] = {name: found["wire"][name] for name in WIRE}
     if (checkpointing := found["ways"].get("gradient checkpointing")) is not None:
         figures["checkpointing"] = {name: checkpointing[name] for name in ("peak_bytes", "launches", "seconds")}
     return {**figures, "command": f"streamfx plan {command}", "commit": commit}
@@ -149,6 +155,20 @@ def chunks(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def divided(figures: Figures) -> str:
+    """A plan for several devices: what each holds at the peak, and sends."""
+    found = figures["Qwen3-8B, zero3 on 8"]
+    wire = found["wire"]
+    lines = ["| on each device | |", "|---|---|", f"| tokens | {found['length']:,} |"]
+    lines += [f"| peak | {found['peak_bytes'] / GIB:.1f} GiB |"]
+    lines += [f"| {name} | {size / GIB:.2f} GiB |" for name, size in found["peak_by_term"].items() if size >= GIB // 100]
+    lines += [f"| sent in a step | {wire['bytes'] / GIB:.1f} GiB |"]
+    lines += [f"| time on the wire, of it waited for | {wire['seconds']:.2f} s, {wire['waited_seconds']:.3f} s |"]
+    lines += [f"| time of a step | {found['seconds']:.1f} s |"]
+    lines += [f"| reductions begun before the last loop | {100 * wire['early_reductions']:.0f} % |"]
+    return "\n".join(lines)
+
+
 def in_short(figures: Figures) -> str:
     names = ("Qwen3-8B, all", "Llama-3.1-8B, nf4", "Llama-3.1-8B, nf4, 24 GiB", "GPT-OSS-20B, nf4")
     whole, quantized, small, experts = (f"{figures[name]['length']:,}" for name in names)
@@ -162,6 +182,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "what fits": what_fits,
     "in short": in_short,
     "chunks": chunks,
+    "divided": divided,
 }
 
 

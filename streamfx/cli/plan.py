@@ -20,6 +20,7 @@ from streamfx.planner.predict import Prediction
 from streamfx.planner.quantized import SCHEMES
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import MOST_TRACES
+from streamfx.planner.shards import DDP, SHARDS
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -32,13 +33,18 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a Hugging Face configuration: a folder, a JSON file, or the name of a shipped one")
     parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences of a step, on each device (default: %(default)s)"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
     parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
     parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
     parser.add_argument("--optimizer", choices=STATES, default="none", help="whose state is counted (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=1, metavar="N", help="devices that share this state (default: %(default)s)")
+    parser.add_argument(
+        "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
+    )
+    parser.add_argument("--shard", choices=SHARDS, default=DDP, help="what these divide (default: %(default)s, nothing)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
     parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
@@ -92,7 +98,8 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | N
         lora_rank=arguments.lora_rank,
         quantize=arguments.quantize,
         optimizer=arguments.optimizer,
-        shards=arguments.shards,
+        world=arguments.world,
+        shard=arguments.shard,
         max_length=arguments.max_length,
         max_batch=arguments.max_batch,
         objective=arguments.objective,

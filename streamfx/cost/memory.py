@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
-from streamfx.cost.terms import GRADIENTS, LoopTerms, terms_of
+from streamfx.cost.terms import GRADIENTS, WEIGHTS, LoopTerms, terms_of, whole_weights
+from streamfx.cost.wire import Traffic, added
+from streamfx.ir.joint import graph_copy
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
 from streamfx.torch_private import FakeTensorMode, is_token, tree_leaves
@@ -24,12 +26,13 @@ from streamfx.torch_private.sizes import size_hint
 
 @dataclass(frozen=True)
 class LoopCost:
-    """FLOPs of all chunks of a loop, and the rows that a chunk has."""
+    """FLOPs of all chunks of a loop, the rows that a chunk has, and what its chunks send to other ranks."""
 
     flops: int
     rows: int
     moved: int = 0
     launches: int = 0
+    sent: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Cost:
     half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
     backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
     calls in eager. launches: operators that are no views. product_bytes, total_bytes: see
-    `Work`.
+    `Work`. forward_wire, backward_wire: what each half sends to other ranks, by kind.
     """
 
     forward_peak: int
@@ -61,6 +64,8 @@ class Cost:
     launches: int = 0
     product_bytes: int = 0
     total_bytes: int = 0
+    forward_wire: Mapping[str, Traffic] = field(default_factory=dict)
+    backward_wire: Mapping[str, Traffic] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -94,7 +99,7 @@ def cost_of(
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
             forward_terms = meter.peak_terms
-            forward_peak, held = meter.restart_peak(), meter.live
+            forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None if backward is None else _run_backward(backward, saved)
@@ -114,6 +119,8 @@ def cost_of(
                 launches=meter.work.launches,
                 product_bytes=meter.work.product_bytes,
                 total_bytes=meter.work.total_bytes,
+                forward_wire=forward_work.wire,
+                backward_wire=meter.work.minus(forward_work).wire,
             )
         del outputs, gradients, inputs, given
     return cost
@@ -130,7 +137,7 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
         layer.forward = meter.watched(layer.forward)
     with meter:
         outputs = call()
-        forward_peak, held = meter.restart_peak(), meter.live
+        forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
         roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
         roots = [value for value in roots if value.dim() == 0][:1] or roots
         if roots:
@@ -147,6 +154,8 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
             layer_flops=meter.watched_flops,
             layer_attention=meter.watched_attention,
             launches=meter.work.launches,
+            forward_wire=forward_work.wire,
+            backward_wire=meter.work.minus(forward_work).wire,
         )
 
 
@@ -179,7 +188,8 @@ def _largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
     accumulate_grad.h: obeys_layout_contract; copies are made one after the other, when all gradients are there.
     """
     pairs = zip(inputs, gradients, strict=False)
-    return max((own.nbytes for value, own in pairs if isinstance(own, Tensor) and not _lies_as(own, value)), default=0)
+    tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
+    return max((own.nbytes for value, own in tensors if own.shape == value.shape and not _lies_as(own, value)), default=0)
 
 
 def _lies_as(gradient: Tensor, value: Tensor) -> bool:
@@ -206,6 +216,11 @@ def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
 def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
     """The same outer graph, with loops that run few of their chunks."""
     copied = with_stand_ins(module, meter, made_like)
+    if weights := whole_weights(module):
+        copied = fx.GraphModule(copied, graph_copy(copied.graph))
+        for node in copied.graph.nodes:
+            if node.name in weights:
+                node.target = meter.named(WEIGHTS, node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
             copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))
@@ -236,4 +251,9 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
-    return {name: LoopCost(loop.work.flops, loop.rows, loop.work.moved, loop.work.launches) for name, loop in loops.items()}
+    return {name: _loop_cost(loop) for name, loop in loops.items()}
+
+
+def _loop_cost(loop: SampledLoop) -> LoopCost:
+    work = loop.work
+    return LoopCost(work.flops, loop.rows, work.moved, work.launches, added(work.wire.values()))

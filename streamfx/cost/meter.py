@@ -19,6 +19,7 @@ import torch
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
+from streamfx.cost.wire import KINDS, Traffic, sent_by
 from streamfx.cost.workspaces import allocated, workspace_of
 from streamfx.runtime.cuda_products import ADD_PRODUCT
 from streamfx.runtime.offload import from_host, to_host
@@ -40,7 +41,8 @@ ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRO
 class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
 
-    Bytes that products read and write, and those of them that are of totals that they add to.
+    Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
+    ranks, and the bytes, by kind.
     """
 
     flops: int = 0
@@ -49,6 +51,18 @@ class Work(NamedTuple):
     launches: int = 0
     product_bytes: int = 0
     total_bytes: int = 0
+    gathers: int = 0
+    gathered: int = 0
+    reductions: int = 0
+    reduced: int = 0
+    exchanges: int = 0
+    exchanged: int = 0
+
+    @property
+    def wire(self) -> dict[str, Traffic]:
+        """By kind what was sent."""
+        pairs = ((self.gathers, self.gathered), (self.reductions, self.reduced), (self.exchanges, self.exchanged))
+        return {kind: Traffic(*pair) for kind, pair in zip(KINDS, pairs, strict=True)}
 
     def plus(self, other: Work) -> Work:
         return Work(*map(operator.add, self, other))
@@ -144,6 +158,18 @@ class Meter(TorchDispatchMode):
 
         return run
 
+    def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose bytes are counted under a term."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.term = self.term, term
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.term = before
+
+        return run
+
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(func, HigherOrderOperator):  # it may be given an operator to call, with a random state, say
             inner = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
@@ -183,6 +209,9 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     if is_fused_attention(func):
         return Work(flops, 0, flops, 1)
     moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
+    if (sent := sent_by(func, args, kwargs, out)) is not None:
+        names = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))
+        return Work(moved=moved, launches=1, **{sent.kind: 1, names[sent.kind]: sent.bytes})
     if not flops:
         return Work(0, moved, 0, 1)
     total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None

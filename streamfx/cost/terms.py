@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from streamfx.cost.wire import GATHERS, sent_by_node
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
 from streamfx.ir.span import Span
 from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
 
 PARAMETERS, INPUTS, OPTIMIZER = "parameters", "inputs", "optimizer"
+WEIGHTS = "whole weights"
 GRADIENTS = "gradients"
 STAGE_INPUTS = "stage inputs"
 STREAM_GRADIENT = "gradient of the stream"
@@ -48,6 +51,23 @@ def terms_of(module: fx.GraphModule, is_backward: bool, loss: frozenset[str] = f
             stacked = _stacked(loop.spec, call, module, (is_backward and loop.spec.reverse) or is_loss)
             found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
     return found
+
+
+def whole_weights(module: fx.GraphModule) -> frozenset[str]:
+    """Names of the nodes of an outer graph that gather weights, or put gathered ones together: what is made of the graph's inputs
+    alone, by operators that are no views, from a gather on.
+    """
+    given = set(module.graph.find_nodes(op="placeholder"))
+    made, found = set(given), set[fx.Node]()
+    for node in module.graph.nodes:
+        is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if is_operator and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+            sent = sent_by_node(node)
+            is_gather = sent is not None and sent.kind == GATHERS
+            if is_gather or (sent is None and not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+    return frozenset(node.name for node in found if not getattr(node.target, "is_view", True))
 
 
 def _buffers(spec: LoopSpec) -> tuple[str, ...]:

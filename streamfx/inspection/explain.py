@@ -14,6 +14,7 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.cost.terms import loss_values
 from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
+from streamfx.inspection.wire import wire_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
@@ -55,6 +56,10 @@ class Explanation:
 
         Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
         baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None without layers).
+        `wire` is what each rank sends to others (None where it sends nothing), by half and kind as calls and bytes:
+        `gathers`, `reductions`, `exchanges` (all to all, broadcast), and those `in_loops` times their chunks; the same of each
+        stage, and of `eager` on the same call, with each layer checkpointed where there are layers. `early_reductions` is the
+        share of reductions of the backward half that begin before its last loop, `whole_weights_bytes` are alive at the peak.
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
         gradients = [gradient_bytes(graph) for graph in self._called]
@@ -74,6 +79,7 @@ class Explanation:
             "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
             "baseline_flops": baseline.flops,
+            "wire": wire_of(self._called, streamed, self.call) if with_baseline else wire_of(self._called, streamed),
             "options": self.call.options.as_dict(),
         }
 

@@ -20,6 +20,7 @@ from streamfx.torch_private import (
     fake_copies,
     is_traceable_wrapper_subclass,
     real_values,
+    rewrapped,
     tree_iter,
     tree_map,
 )
@@ -160,9 +161,7 @@ class Faker:
 
     def _new(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
-            with self.mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-            made.requires_grad_(tensor.requires_grad)
+            made = self._on_device(tensor).requires_grad_(tensor.requires_grad)
             made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         else:
             made = self.mode.from_tensor(tensor, static_shapes=True)
@@ -170,6 +169,13 @@ class Faker:
             if name.startswith("_dynamo"):
                 setattr(made, name, value)
         return made
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """A fake tensor like one on the meta device; of one that is made of others, a shard say, these are fake."""
+        if is_traceable_wrapper_subclass(tensor):
+            return rewrapped(tensor.detach(), self._on_device)
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def inputs(self, values: Any, with_integers: bool = False) -> Any:
         """Copies of nested arguments, with fake tensors in them; `with_integers` leaves real integers their values."""

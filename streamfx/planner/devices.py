@@ -15,12 +15,22 @@ EFFICIENCY = 0.6  # of the published rates, what training reaches
 
 @dataclass(frozen=True)
 class Device:
-    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run."""
+    """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run.
+
+    `wires` are the bytes per second that a device sends to others of its machine, and to other machines; none where not known.
+    """
 
     name: str
     flops: float
     bandwidth: float
     kind: DeviceKind
+    wires: tuple[float, float] | None = None
+
+    def wire(self, world: int) -> float:
+        """Bytes per second that each of so many devices sends in a ring, which the slowest connection bounds."""
+        if self.wires is None:
+            raise PlanError("how fast this machine's devices send is not measured", do=f"plan for one of {', '.join(PUBLISHED)}")
+        return self.wires[world > TOGETHER]
 
     def seconds(self, flops: int, moved: int, launches: int = 0) -> float:
         """Time of work that computes so many FLOPs and, in operators that compute none, moves so many bytes.
@@ -32,6 +42,16 @@ class Device:
 
 
 LAUNCH = 5e-6  # seconds of the host per operator
+TOGETHER = 8  # devices of one machine
+WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, Infinity Fabric, else PCIe), to others (network)
+    "A100": (300e9, 25e9),
+    "H100": (450e9, 50e9),
+    "H200": (450e9, 50e9),
+    "B200": (900e9, 50e9),
+    "L40S": (32e9, 25e9),
+    "RTX4090": (32e9, 12.5e9),
+    "MI300X": (448e9, 50e9),
+}
 PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
     "A100": (312e12, 2.039e12, (8, 0)),
     "H100": (989e12, 3.35e12, (9, 0)),
@@ -52,7 +72,9 @@ def device_called(name: str) -> Device:
         raise PlanError(f"there are no rates of a device {name!r}", do=f"give one of {', '.join(PUBLISHED)}, or here")
     flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
     kind = DeviceKind("cuda", capability, has_flash=True)
-    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind)
+    near, far = WIRES[known[name.lower()]]
+    wires = EFFICIENCY * near, EFFICIENCY * far
+    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires)
 
 
 def here() -> torch.device:

@@ -18,9 +18,9 @@ STATES: dict[str, Callable[[Tensor], int]] = {
 }
 
 
-def state_bytes(model: nn.Module, optimizer: str, shards: int) -> int:
-    """Bytes of an optimizer's state for the parameters that are trained, on one of the devices that share it."""
+def state_bytes(model: nn.Module, optimizer: str, holders: int) -> int:
+    """Bytes of an optimizer's state for the parameters that are trained, on one of those that divide it."""
     if optimizer not in STATES:
         raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=f"give one of {', '.join(STATES)}")
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return -(-sum(map(STATES[optimizer], trained)) // shards)
+    return -(-sum(map(STATES[optimizer], trained)) // holders)

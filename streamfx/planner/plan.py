@@ -21,6 +21,7 @@ from streamfx.planner.optimizers import state_bytes
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import FIRST_LENGTH, Sought, largest
+from streamfx.planner.shards import Sharding, checked_sharding
 from streamfx.runtime.device_kinds import supposed
 
 LENGTHS = 256  # what the longest length is a multiple of
@@ -37,7 +38,8 @@ def plan(
     lora_rank: int | None = None,
     quantize: str | None = None,
     optimizer: str = "none",
-    shards: int = 1,
+    world: int = 1,
+    shard: str = "ddp",
     max_length: bool = False,
     max_batch: bool = False,
     device: str = "H100",
@@ -55,16 +57,20 @@ def plan(
     among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
     and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
-    "sgd", "none") is counted, shared out among `shards` devices. `noted` is told each prediction. Nothing is computed.
+    "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
+    each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters. `noted`
+    is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
-    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), shards=(shards, 1))
+    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1))
     _check_search(memory, max_length, max_batch)
     given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
     with uncollected():
         made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    step = _Step(name, made, wanted, device_called(device), inputs, state_bytes(made, optimizer, shards), noted)
+    ranks = checked_sharding(world, shard)
+    state = state_bytes(made, optimizer, ranks.holders)
+    step = _Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
     if memory is not None and (max_length or max_batch):
         return step.searched(bytes_of(memory, here()), given, batch, seq, max_batch)
     return step.planned(None if memory is None else bytes_of(memory, here()), given, batch, seq, baselines)
@@ -72,7 +78,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Step:
-    """A training step of any size, beside the state of an optimizer."""
+    """A training step of any size on each of some ranks, beside the state of an optimizer."""
 
     name: str
     model: nn.Module
@@ -81,20 +87,21 @@ class _Step:
     inputs: Inputs | None
     state: int
     noted: Callable[[Prediction], None] | None
+    ranks: Sharding
 
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
         inputs = (
             self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
         )
-        with supposed(self.device.kind), uncollected():
-            found = predict(self.model, inputs, length, given, baselines, self.state)
+        with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
+            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state)
         if self.noted is not None:
             self.noted(found)
         return found
 
     def planned(self, budget: int | None, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if budget is None else {"memory_budget": max(budget - self.state, 1)}
-        return PlanReport(self.name, self.at(batch, seq, {**given, **within}, baselines), self.device, budget)
+        return PlanReport(self.name, self.at(batch, seq, {**given, **within}, baselines), self.device, budget, ranks=self.ranks)
 
     def searched(self, budget: int, given: Mapping[str, Any], batch: int, seq: int, max_batch: bool) -> PlanReport:
         sequences, stages = self.objective.sequences, len(layers_of(self.model)) + 1
@@ -109,7 +116,9 @@ class _Step:
             what = "batch" if max_batch else "length"
             raise OverBudget(f"no {what} fits into {in_bytes(budget)}", do="give more memory, or a smaller model")
         size, found = best
-        return PlanReport(self.name, found, self.device, budget, None if max_batch else size, size if max_batch else None)
+        return PlanReport(
+            self.name, found, self.device, budget, None if max_batch else size, size if max_batch else None, self.ranks
+        )
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

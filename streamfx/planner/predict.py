@@ -13,6 +13,8 @@ from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
 from streamfx.planner.models import loss_of
+from streamfx.planner.overlap import Stretch, stretches_of
+from streamfx.planner.shards import own_bytes
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
@@ -52,6 +54,8 @@ class Prediction:
     ways: dict[str, Way]
     layers_twice: tuple[int, int] | None
     stopped: str | None
+    wire: dict[str, Any] | None = None
+    stretches: tuple[Stretch, ...] = ()
 
 
 def predict(
@@ -68,6 +72,7 @@ def predict(
     held = own + given + state
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
+    called = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
     terms = {PARAMETERS: own, OPTIMIZER: state, INPUTS: given, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
@@ -92,13 +97,15 @@ def predict(
         ways={name: _way(cost, held) for name, cost in ways.items()},
         layers_twice=_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],
+        wire=summary["wire"],
+        stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
     )
 
 
 def held_by(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, each once."""
+    """Bytes of a model's parameters and buffers, or of this rank's part of them, each once."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(map(own_bytes, tensors.values()))
 
 
 def _way(cost: Cost, held: int) -> Way:

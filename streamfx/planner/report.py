@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
 from streamfx.planner.devices import Device
+from streamfx.planner.overlap import waited
 from streamfx.planner.predict import Prediction, Way
-from streamfx.report.text import in_flops, joint_name, unnumbered
+from streamfx.planner.shards import ALONE, ZERO1, Sharding
+from streamfx.report.names import joint_name, unnumbered
+from streamfx.report.text import in_flops
 
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
 ASSUMED_HERE = "rates of one product and one copy; nothing but products and attention fused"
+ASSUMED_WIRE = "60 % of published rates in one direction, within a machine of 8 devices or between machines; rings"
 LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
@@ -32,6 +36,7 @@ class PlanReport:
     memory: int | None = None
     max_length: int | None = None
     max_batch: int | None = None
+    ranks: Sharding = ALONE
 
     def summary(self) -> dict[str, Any]:
         """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state."""
@@ -51,7 +56,10 @@ class PlanReport:
             "flops": found.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
-            "seconds": self.device.seconds(found.flops, found.moved, found.launches),
+            "seconds": self.device.seconds(found.flops, found.moved, found.launches) + self._waited(),
+            "world": self.ranks.world,
+            "shard": self.ranks.shard,
+            "wire": self._wire(),
             "launches": found.launches,
             "bytes_of_products": found.product_bytes,
             "bytes_of_totals": found.total_bytes,
@@ -61,6 +69,27 @@ class PlanReport:
             "stages": found.stages,
             "stopped": found.stopped,
         }
+
+    def _wire(self) -> dict[str, Any] | None:
+        """What each device sends in a step; None where it sends nothing."""
+        wire, world = self.prediction.wire, self.ranks.world
+        if wire is None:
+            return None
+        rate = self.device.wire(world)
+        return {**wire, "bytes_per_second": rate, "seconds": wire["bytes"] / rate, "waited_seconds": self._waited()}
+
+    def _waited(self) -> float:
+        """Seconds in which a device waits for others. With zero1 half of an all-reduce's bytes are sent after the step: it is a
+        reduction of each gradient to the parts, and a gather of updated parameters.
+        """
+        stretches = self.prediction.stretches
+        if self.prediction.wire is None:
+            return 0.0
+        rate, late = self.device.wire(self.ranks.world), 0
+        if self.ranks.shard == ZERO1:
+            late = sum(part.reduced for part in stretches) // 2
+            stretches = tuple(replace(part, reduced=part.reduced // 2) for part in stretches)
+        return late / rate + waited(stretches, lambda part: self.device.seconds(part.flops, part.moved, part.launches), rate)
 
     def _counted(self) -> str:
         state = self.prediction.peak_by_term.get(OPTIMIZER)
@@ -85,7 +114,8 @@ class PlanReport:
     def _lines(self) -> Iterator[str]:
         summary, found = self.summary(), self.prediction
         memory = f", {in_bytes(self.memory)} of memory" if self.memory is not None else ""
-        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{memory}"
+        ranks = "" if self.ranks.world == 1 else f" on each of {self.ranks.world} devices, {self.ranks.shard}"
+        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{ranks}{memory}"
         if self.max_length is not None:
             yield f"  longest  {self.max_length:,} tokens fit"
         if self.max_batch is not None:
@@ -97,6 +127,7 @@ class PlanReport:
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield from self._shares(summary["flops_by_kind"])
         yield f"  time     {ASSUMED if self.device.kind.type == 'cuda' else ASSUMED_HERE}"
+        yield from self._sent(summary["wire"])
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
         yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])
@@ -106,6 +137,13 @@ class PlanReport:
         if found.stopped:
             yield ""
             yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _sent(self, wire: dict[str, Any] | None) -> Iterator[str]:
+        if wire is not None:
+            sent, rate = in_bytes(wire["bytes"]), in_bytes(int(wire["bytes_per_second"]))
+            takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
+            yield f"  wire     {sent} sent by each device, {takes} at {rate} per second; {waits} of it waited for"
+            yield f"           {ASSUMED_WIRE}"
 
     def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
         rows = [("streambp", summary), *summary["ways"].items()]

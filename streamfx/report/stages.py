@@ -14,13 +14,17 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
+from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private.lines import source_line
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter."""
+    """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
+
+    `wire` is what it sends to other ranks, by half and kind, None where nothing is sent.
+    """
 
     graph: int
     name: str
@@ -32,6 +36,7 @@ class StageReport:
     flops: int
     source: tuple[str, ...]
     also_whole: tuple[str, ...] = ()
+    wire: dict[str, dict[str, dict[str, int]]] | None = None
 
     @property
     def kind(self) -> str:
@@ -72,9 +77,11 @@ class _View:
     graph: int
     costs: Mapping[str, LoopCost]
     found: dict[fx.Node, Obstacle] = field(init=False)
+    sent: dict[str, Wire] = field(init=False)
 
     def __post_init__(self) -> None:
         self.found = obstacles(self.facts)
+        self.sent = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
 
     def report(self, stage: Stage) -> StageReport | None:
         loops = loops_of(stage, self.facts)
@@ -93,7 +100,12 @@ class _View:
             flops=sum(cost.flops for cost in costs),
             source=source_lines(stage.forward),
             also_whole=_texts(item for item in whole if not item.matters),
+            wire=self._wire(loops),
         )
+
+    def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
+        wire = together(self.sent[loop.spec.name] for loop in loops if loop.spec.name in self.sent)
+        return as_plain(wire) if calls_of(wire) else None
 
 
 def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
+from streamfx.report.names import joint_name, unnumbered
+from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
@@ -23,6 +24,7 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
     yield from _totals(summary)
     yield ""
     yield from stage_lines(summary["stages"], summary["flops"])
+    yield from wire_table(summary["stages"], summary["wire"])
     yield from _breaks(summary)
 
 
@@ -59,6 +61,7 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"           {in_bytes(baseline)} in eager{checkpointed}"
     yield f"  compute  {in_flops(flops)}, {100 * summary['streamed_flops_share']:.1f} % of it in loops over chunks"
     yield f"           {in_flops(before)} in eager{ratio}"
+    yield from wire_totals(summary["wire"])
 
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
@@ -89,18 +92,6 @@ def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
         saved if len(run) == 1 else f"{len(run)} x {saved}",
         f"{share:.1f} %",
     )
-
-
-def unnumbered(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
-
-
-def joint_name(names: Sequence[str]) -> str:
-    """`layers.0` to `layers.3` as `layers.0-3`."""
-    if len(names) == 1:
-        return names[0]
-    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
-    return "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
 
 def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:

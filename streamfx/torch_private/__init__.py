@@ -70,6 +70,7 @@ __all__ = [
     "no_saved_tensor_hooks",
     "placeholder_source",
     "reentrant_dispatch",
+    "rewrapped",
     "static_inputs",
     "tracing_undone",
     "tree_flatten_with_path",
@@ -163,6 +164,13 @@ def is_held_by_model(node: fx.Node) -> bool:
 def is_sharded(value: Any) -> bool:
     """Whether a tensor is a shard, or a copy, of one that ranks hold together (2.11, 2.13)."""
     return hasattr(value, "device_mesh") and is_traceable_wrapper_subclass(value)
+
+
+def rewrapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tensor that is made of others, made of changed ones; what else it holds stays (2.11, 2.13: `__tensor_flatten__`)."""
+    names, context = value.__tensor_flatten__()
+    parts = {name: change(part) if isinstance(part := getattr(value, name), torch.Tensor) else part for name in names}
+    return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
 
 
 def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

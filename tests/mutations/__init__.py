@@ -9,7 +9,7 @@ fault that no test saw adds the test, and the mended line as a row.
 
 from __future__ import annotations
 
-from tests.mutations import chunks, equations, kept, linear, memory, ranks, values
+from tests.mutations import chunks, equations, kept, linear, memory, ranks, values, wire
 from tests.mutations.row import Mutation
 
 # Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
@@ -41,5 +41,7 @@ KINDS = {
     "ranks": "rows that are reduced over ranks, inside of loops",
     "buckets": "collectives that run as one and are not of one kind, or too late for who needs them",
     "stages": "gradients that are handed over while they, or their parameters, are still read",
+    "wire": "what is counted of collectives",
 }
-ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS, *ranks.ROWS)
+OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
+ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS, *OVER_RANKS)

@@ -1,0 +1,18 @@
+"""Names of stages that differ in a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """`layers.0` to `layers.3` as `layers.0-3`."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
+    return "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))

@@ -1,0 +1,181 @@
+"""What a step sends to other ranks, as `explain` counts it without them: by kind and stage, in loops and between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import streamfx
+from streamfx.cost.wire import Sent, sent_by, sent_by_node
+from streamfx.passes.operators.rules.registry import RULES, notation_rule
+from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, step
+from tests.support.ranks import on_ranks
+from tests.support.sharded import Decoder, sharded
+from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
+from tests.test_distributed import compiled, in_eager, twins
+
+c10d = torch.ops._c10d_functional
+KINDS = ("gathers", "reductions", "exchanges", "in_loops")
+LAYERS, CHUNK = 2, 8
+
+
+def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> streamfx.Explanation:
+    torch._dynamo.reset()
+    vocabulary = 11 if isinstance(model, Two) else 17
+    return streamfx.explain(
+        model, *data_of(0, length, vocabulary), options={"chunk_size": chunk, "loss_chunk_size": chunk, **options}
+    )
+
+
+def wire_of(model: Any, **arguments: Any) -> dict[str, Any]:
+    found: dict[str, Any] = explained(model, **arguments).summary()["wire"]
+    return found
+
+
+# -- one call
+
+WHOLE = torch.empty(8, 6, device="meta")
+CALLS: list[tuple[Any, tuple[Any, ...], Any, Sent]] = [
+    (c10d.all_gather_into_tensor.default, (WHOLE[:2], 4, "0"), WHOLE, Sent("gathers", 4, 144)),
+    (c10d.all_gather_into_tensor_coalesced.default, ([WHOLE[:2]] * 2, 4, "0"), [WHOLE] * 2, Sent("gathers", 4, 288)),
+    (c10d.reduce_scatter_tensor.default, (WHOLE, "sum", 4, "0"), WHOLE[:2], Sent("reductions", 4, 144)),
+    (c10d.all_reduce.default, (WHOLE, "sum", "0"), WHOLE, Sent("reductions", 4, 288)),
+    (c10d.all_reduce_.default, (WHOLE, "sum", "0"), WHOLE, Sent("reductions", 4, 288)),
+    (c10d.all_to_all_single.default, (WHOLE, [2] * 4, [2] * 4, "0"), WHOLE, Sent("exchanges", 4, 144)),
+    (c10d.broadcast.default, (WHOLE, 0, "0"), WHOLE, Sent("exchanges", 4, 144)),
+]
+
+
+@pytest.mark.parametrize("ranks", [(4, 0)], indirect=True)
+@pytest.mark.parametrize(("target", "args", "result", "sent"), CALLS, ids=lambda item: getattr(item, "__name__", ""))
+def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], result: Any, sent: Sent) -> None:  # noqa: F811
+    """Of 192 bytes on four ranks; the same for a node that holds what was traced."""
+    assert sent_by(target, args, {}, result) == sent
+    graph = fx.Graph()
+    given = args[0] if isinstance(args[0], list) else [args[0]]
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(given))]
+    for node, value in zip(nodes, given, strict=True):
+        node.meta["val"] = value
+    call = graph.call_function(target, (nodes if isinstance(args[0], list) else nodes[0], *args[1:]))
+    call.meta["val"] = result
+    assert sent_by_node(call) == sent
+
+
+def test_what_sends_nothing() -> None:
+    assert sent_by(c10d.wait_tensor.default, (WHOLE,), {}, WHOLE) is None
+    assert sent_by(torch.ops.aten.add.Tensor, (WHOLE, WHOLE), {}, WHOLE) is None
+    assert sent_by(len, ([],), {}, 0) is None
+
+
+# -- a step
+
+
+@pytest.mark.parametrize("ranks", [(2, 0), (8, 0)], indirect=True, ids=["2", "8"])
+def test_wire(ranks: DeviceMesh, golden: Callable[[str], None]) -> None:  # noqa: F811
+    golden(f"{explained(sharded(Two(4), ranks))}\n")
+
+
+def test_nothing_is_said_where_nothing_is_sent() -> None:
+    found = explained(Two())
+    assert "wire" not in str(found) and found.summary()["wire"] is None
+    assert all(stage["wire"] is None for stage in found.summary()["stages"])
+
+
+@pytest.mark.parametrize("reshard", ["auto", False])
+def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> None:  # noqa: F811
+    """The outer graphs, read node by node, say the same as the operators that run."""
+    found = explained(sharded(Decoder(LAYERS), ranks), reshard=reshard)
+    wire, (cost,) = found.summary()["wire"], found.costs
+    for half, kinds in (("forward", cost.forward_wire), ("backward", cost.backward_wire)):
+        for kind in ("gathers", "reductions"):
+            of_stages = [stage["wire"][half][kind] for stage in found.summary()["stages"]]
+            assert wire[half][kind] == {name: sum(part[name] for part in of_stages) for name in ("calls", "bytes")}
+            assert wire[half][kind] == kinds[kind]._asdict()
+
+
+def test_collectives_on_weights_do_not_depend_on_chunks(ranks: DeviceMesh) -> None:  # noqa: F811
+    model = sharded(Decoder(LAYERS), ranks)
+    one, *others = (wire_of(model, length=32, chunk=chunk) for chunk in (32, 8, 3))
+    for other in others:
+        assert {**other, "whole_weights_bytes": 0} == {**one, "whole_weights_bytes": 0}
+    assert one["forward"]["in_loops"]["calls"] == 0
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_whole_weights_of_two_layers_are_alive(ranks: DeviceMesh, layers: int) -> None:  # noqa: F811
+    """However many there are."""
+    model = Decoder(layers)
+    layer = sum(parameter.nbytes for parameter in model.layers[0].parameters())
+    rest = sum(parameter.nbytes for parameter in (model.embed.weight, model.head.weight))
+    assert layer < wire_of(sharded(model, ranks))["whole_weights_bytes"] <= 2 * layer + rest
+
+
+def test_collectives_of_bodies_count_by_chunk(ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """As many bytes in four times as many calls."""
+    for target in (c10d.all_reduce.default, c10d.wait_tensor.default):
+        monkeypatch.setitem(RULES, target, notation_rule("... d -> ... d"))
+    one, four = (wire_of(tensor_parallel(ranks), length=32, chunk=chunk) for chunk in (32, 8))
+    for half in ("forward", "backward"):
+        inside, single = four[half]["in_loops"], one[half]["in_loops"]
+        assert inside["calls"] == 4 * single["calls"] > 0
+        assert inside["bytes"] == single["bytes"] > 0
+    assert four["bytes"] == one["bytes"]
+
+
+def tensor_parallel(mesh: DeviceMesh, model: Any = None) -> Any:
+    """Layers cut by heads and by columns: their collectives are on activations."""
+    model = Decoder(1) if model is None else model
+    columns: dict[str, Any] = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  # noqa: F811
+    """Without a sequence there are no loops; what is sent is that of AOTAutograd's halves."""
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        everybody: Any = dist.group.WORLD
+        return (x * c10d.wait_tensor(c10d.all_reduce(weight, "sum", everybody.group_name))).sum()
+
+    found = streamfx.explain(step, torch.ones(4, requires_grad=True), torch.ones(4))
+    wire = found.summary()["wire"]
+    assert wire["forward"]["reductions"] == {"calls": 1, "bytes": 16} == wire["eager"]["forward"]["reductions"]
+    assert wire["early_reductions"] is None and not wire["eager"]["checkpointed"]
+
+
+# -- against a real step
+
+
+def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
+    """A step as the profiler sees it, what `explain` says of it, and eager's with checkpointing."""
+    found = []
+    for cut, groups in ((sharded, None), (lambda model, mesh: tensor_parallel(mesh, model), 1)):
+        torch._dynamo.reset()
+        plain, truth = twins(layers=1)
+        model = cut(plain, init_device_mesh("cpu", (2,)))
+        wire = wire_of(model, length=4 * CHUNK, chunk=CHUNK)
+        torch._dynamo.reset()
+        run = compiled(model)
+        step(run, model, truth, 4 * CHUNK, groups)  # compiles
+        found.append((step(run, model, truth, 4 * CHUNK, groups), wire, in_eager(model, truth, groups)))
+    return found
+
+
+def test_explain_says_what_the_profiler_sees() -> None:
+    """Of two ranks: gathers of half of what is handed over twice, reductions of half of it, all-reduces of all of it."""
+    for own, wire, eager in on_ranks(counted)[0]:
+        for said, seen in ((wire, own), (wire["eager"], eager)):
+            for half, real in (("forward", seen.forward), ("backward", seen.backward)):
+                assert said[half]["gathers"]["calls"] == real.calls[GATHER]
+                assert said[half]["gathers"]["bytes"] == real.bytes[GATHER]
+                reductions = [said[half]["reductions"], said[half]["in_loops"]]
+                assert sum(part["calls"] for part in reductions) == real.calls[SCATTER] + real.calls[REDUCE]
+                assert sum(part["bytes"] for part in reductions) == real.bytes[SCATTER] // 2 + real.bytes[REDUCE]
