@@ -110,12 +110,11 @@ def test_models_are_left_alone_by_divided_plans() -> None:
     assert all(own is other for own, other in zip(model.parameters(), parameters, strict=True))
 
 
-def test_a_budget_is_that_of_each_device(plans: dict[str, dict[str, Any]]) -> None:
-    """What does not fit on one device alone fits where it is divided."""
-    budget = plans["zero3"]["peak_bytes"] * 1.05
-    assert plan_of(shard="zero3", memory=int(budget), options={})["fits"]
-    with pytest.raises(streamfx.OverBudget):
-        plan_of(world=1, memory=int(budget), options={})
+def test_a_budget_is_that_of_each_device(plans: dict[str, dict[str, Any]], model: nn.Module) -> None:
+    """What does not hold parameters and state of a model alone has room for a step where they are divided."""
+    budget = int(plans["zero3"]["peak_bytes"] * 1.05)
+    assert budget < 3 * numbers(model)
+    assert plan_of(shard="zero3", memory=budget, options={})["fits"]
 
 
 def test_the_text_says_what_is_sent_and_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

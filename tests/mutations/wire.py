@@ -19,14 +19,6 @@ ROWS = (
     Mutation("wire", "a gather sends a part of a shard", COST, "result if kind == GATHERS else args[0]", "args[0]", (CALL,)),
     Mutation(
         "wire",
-        "a gather belongs to the loop before it",
-        REPORT,
-        "(used or made if sent.kind == GATHERS else made or used)",
-        "(made or used)",
-        (STEP,),
-    ),
-    Mutation(
-        "wire",
         "reductions behind the last loop are early",
         REPORT,
         "for node in order[:last])",
