@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import streamfx
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import trained_sources
 from streamfx.report.printer import text_of
 from tests.support.collectives import data_of
 from tests.support.sharded import sharded
@@ -226,6 +227,20 @@ def test_a_failed_analysis_is_an_error_where_other_ranks_wait(ranks: DeviceMesh)
         pytest.raises(streamfx.RanksDiffer, match="injected"),
     ):
         torch.compile(model, backend="streambp")(*data_of(0, 12, 11))
+
+
+def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
+    """It is two inputs, shard and mesh, and a single None among the gradients."""
+    model = Two()
+    model.embed.weight.requires_grad_(False)
+    model.layers[0].weight.requires_grad_(False)
+    found = streamfx.explain(sharded(model, ranks), *data_of(0, 12, 11), options={"chunk_size": 4})
+    joint = found.call.graphs[0].facts.joint
+    assert len(joint.gradients) < len(joint.primals)
+    assert [primal.meta["desc"].base.idx for _, primal, _ in joint.trained] == [3, 4]
+    assert trained_sources(joint) == {*joint.tangents, *(primal for _, primal, _ in joint.trained)}
+    text = text_of(found.call.graphs[0].facts, "unshard")
+    assert [f"gradient of {primal.name} =" in text for _, primal, _ in joint.trained] == [True, True]
 
 
 def test_outputs_are_plain(ranks: DeviceMesh) -> None:

@@ -174,8 +174,8 @@ def take_off_reductions(joint: JointGraph) -> dict[int, Stretch]:
     output, count = joint.graph.output_node(), len(joint.outputs)
     results = list(outputs_of(joint.graph))
     found: dict[int, Stretch] = {}
-    for position, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=False)):
-        if is_tensor(gradient) and results.count(gradient) == 1:
+    for position, primal, gradient in joint.trained:
+        if is_tensor(primal) and results.count(gradient) == 1:
             gradient = results[count + position] = _reduced_once(gradient, primal)
             reduced = _reduced(gradient, primal)
             if reduced is not None:

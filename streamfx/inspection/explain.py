@@ -184,9 +184,7 @@ def peak_of_calls(costs: list[Cost], gradients: list[int]) -> int:
 
 def gradient_bytes(graph: TracedGraph) -> int:
     """Bytes of the gradients of a graph's parameters."""
-    joint = graph.facts.joint
-    pairs = zip(joint.inputs, joint.gradients, strict=False)
-    return sum(bytes_like(primal.meta["val"]) for primal, gradient in pairs if gradient is not None and is_parameter(primal))
+    return sum(bytes_like(primal.meta["val"]) for _, primal, _ in graph.facts.joint.trained if is_parameter(primal))
 
 
 def is_parameter(primal: fx.Node) -> bool:

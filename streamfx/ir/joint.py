@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.torch_private import is_token
+from streamfx.torch_private import inputs_of_gradients, is_token
 
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
 
@@ -20,8 +20,8 @@ ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.def
 class JointGraph:
     """A joint graph of our own (a copy, free to be rewritten).
 
-    `outputs` are the forward results in order (a node, or a constant), `gradients` one entry per primal (None where none
-    is asked for). `forward` holds the ancestors of the outputs, and of what is asserted before tangents are known; everything
+    `outputs` are the forward results in order (a node, or a constant), `gradients` what follows them; `trained` says of which
+    primals these are. `forward` holds the ancestors of the outputs, and of what is asserted before tangents are known; everything
     else belongs to the backward half.
     """
 
@@ -36,6 +36,14 @@ class JointGraph:
     def inputs(self) -> tuple[fx.Node, ...]:
         """The primals that the caller gives, in order; the others stand for the order of effects, and have no gradients."""
         return tuple(primal for primal in self.primals if not is_token(primal))
+
+    @property
+    def trained(self) -> list[tuple[int, fx.Node, fx.Node]]:
+        """The primals that get a gradient: by its place among the gradients, the primal, the gradient."""
+        told = inputs_of_gradients(self.graph, len(self.outputs))
+        inputs = self.inputs if told is None else told
+        pairs = enumerate(zip(inputs, self.gradients, strict=False))
+        return [(i, primal, gradient) for i, (primal, gradient) in pairs if primal is not None and is_tensor(gradient)]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -77,13 +85,12 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
     """What is trained, activations that are handed in and get a gradient, and the gradients that come in."""
-    pairs = zip(joint.primals, joint.gradients, strict=False)
-    return frozenset(joint.tangents) | {primal for primal, gradient in pairs if is_tensor(gradient)}
+    return frozenset(joint.tangents) | {primal for _, primal, _ in joint.trained}
 
 
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
     """What the forward half makes of the primals that get a gradient, and these."""
-    found = {primal for primal, gradient in zip(joint.inputs, joint.gradients, strict=False) if is_tensor(gradient)}
+    found = {primal for _, primal, _ in joint.trained}
     for node in joint.nodes:
         if node in joint.forward and any(source in found for source in node.all_input_nodes):
             found.add(node)

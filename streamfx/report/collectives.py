@@ -20,8 +20,9 @@ def taken_off(facts: Facts) -> Iterator[str]:
         return
     for weight, gather in found.gathers.items():
         yield f"weight {weight.name} {_shape(weight)} = {_chain(gather.stretch)}"
+    trained = {position: primal for position, primal, _ in facts.joint.trained}
     for position, stretch in found.reductions.items():
-        yield f"gradient of {facts.joint.primals[position].name} = {_chain(stretch)}"
+        yield f"gradient of {trained[position].name} = {_chain(stretch)}"
 
 
 def put_back(facts: Facts) -> Iterator[str]:

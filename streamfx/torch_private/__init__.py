@@ -12,7 +12,13 @@ from torch import fx
 from torch._decomp import get_decompositions  # 2.11, 2.13
 from torch._dynamo import _trace_wrapped_higher_order_op  # noqa: F401  (2.11, 2.13: defines what is next looked up)
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13
-from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput, InputMutationAOTOutput  # 2.11, 2.13
+from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13
+    ForwardTokenAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import default_partition  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
@@ -134,6 +140,28 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     written = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
     placeholders = joint.find_nodes(op="placeholder")
     return [i for i, node in enumerate(placeholders) if node.meta.get("desc") in written]
+
+
+def inputs_of_gradients(joint: fx.Graph, first: int) -> list[fx.Node | None] | None:
+    """For each result of a joint graph, from the `first` gradient on, the input that it is the gradient of (2.11, 2.13).
+
+    None where AOTAutograd does not tell. A sharded tensor is several inputs, and several gradients if it gets one, else one None.
+    """
+    descriptions = joint.output_node().meta.get("desc")
+    if descriptions is None:
+        return None
+    inputs = {node.meta["desc"]: node for node in joint.find_nodes(op="placeholder") if "desc" in node.meta}
+    return [inputs.get(_input_of(item)) for item in descriptions[first:]]
+
+
+def _input_of(gradient: Any) -> Any:
+    """The description of the input that a result is the gradient of, by that of the result."""
+    if isinstance(gradient, GradAOTOutput):
+        return gradient.grad_of
+    if isinstance(gradient, SubclassGetAttrAOTOutput):
+        base = _input_of(gradient.base)
+        return None if base is None else SubclassGetAttrAOTInput(base, gradient.attr)
+    return None
 
 
 def is_token(placeholder: fx.Node) -> bool:

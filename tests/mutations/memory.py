@@ -264,6 +264,16 @@ SHARDS = (
         ("test_engines.py::test_unequal_layers_do_not_share_a_graph",),
     ),
 )
+PAIRS = (
+    Mutation(
+        "shards",
+        "gradients are those of inputs in the same places",
+        "streamfx/ir/joint.py",
+        "inputs = self.inputs if told is None else told",
+        "inputs = self.inputs",
+        ("test_collectives.py::test_a_frozen_weight_has_no_gradient",),
+    ),
+)
 TOGETHER = (
     Mutation(
         "buckets",
@@ -298,4 +308,4 @@ TOGETHER = (
         ("test_buckets.py::test_what_is_made_of_another_comes_after_it",),
     ),
 )
-ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS, *TOGETHER)
+ROWS = (*KERNELS, *WRITTEN, *HANDED_OVER, *SHOWN, *MARKS, *SEGMENTS, *SHARDS, *PAIRS, *TOGETHER)
