@@ -9,14 +9,15 @@ where it is still not the same, all of them run the graph as it stands.
 Lengths are not compared: eager's own reduction asks that they are the same on all ranks, in each call.
 
 Collectives on weights have no rows: ranks may have sequences of other lengths, and compile again in other steps. So for a group
-that has only such collectives ranks compare what they have not yet agreed on, and raise an error where that is not the same.
+that has only such collectives ranks compare what they have not yet agreed on, and raise an error where that is not the same. So
+does a rank that would run the same collectives in another order than before: no other could tell which of both it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -26,10 +27,10 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.passes.codegen.waits import REDUCED
-from streamfx.passes.operators.collectives import groups_of, is_collective, is_reduced_over_ranks
+from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_collective, is_reduced_over_ranks
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.loop import Loop
-from streamfx.torch_private.ranks import Missing, written_by_all
+from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
 Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
@@ -40,13 +41,15 @@ DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
 
 
-def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None) -> Facts:
+def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, asked: str = "") -> Facts:
     """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike."""
     exchange = exchange or written_by_all
     try:
-        return _agreed(run, capture, exchange)
+        return _agreed(run, capture, exchange, asked)
     except RanksDiffer:
         raise
+    except Changed as error:
+        raise RanksDiffer.by_lengths(str(error)) from error
     except Missing as error:
         raise RanksDiffer.without(error) from error
     except Exception as error:
@@ -55,16 +58,21 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
         raise
 
 
-def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
+def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange, asked: str) -> Facts:
     facts = _rows_agreed(run, capture, exchange)
-    reduced = {str(node.args[2]) for node in rows_over_ranks(facts)}
+    reduced = list(dict.fromkeys(str(node.args[2]) for node in rows_over_ranks(facts)))
+    for group in reduced if len(reduced) > 1 else ():
+        _raise_unless_same(exchange(said_of_weights(facts, group), group))
     for group in groups_of_weights(facts):
         if group not in reduced:
-            texts = exchange(said_of_weights(facts, group), group, new=True)
-            _raise_failed(texts)
-            if len(set(texts)) > 1:
-                raise RanksDiffer.in_order(*_first_difference(texts))
+            _raise_unless_same(exchange(said_of_weights(facts, group), group, about=f"{asked}\n{sent_over(facts, group)}"))
     return facts
+
+
+def _raise_unless_same(texts: Sequence[str]) -> None:
+    _raise_failed(texts)
+    if len(set(texts)) > 1:
+        raise RanksDiffer.in_order(*_first_difference(texts))
 
 
 def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
@@ -81,11 +89,11 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Ex
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:
-    """What a graph reduces over ranks that has rows of the sequence."""
+    """What a graph reduces over ranks that has rows of the sequence, also where this rank does not read it."""
     axes = facts.found_axes
     if axes is None or axes.sequence is None:
         return []
-    reduced = (node for node in facts.joint.graph.nodes if is_reduced_over_ranks(node))
+    reduced = (node for node in facts.joint.graph.nodes if is_reduced_over_ranks(node) or is_all_reduce(node))
     return [node for node in reduced if axes.sequence_dims(axes.shapes[node])]
 
 
@@ -125,9 +133,27 @@ def said_of_weights(facts: Facts, group: str) -> str:
     """Which collectives of a group a program runs, and in which order: nothing that depends on lengths, or on other groups."""
     if facts.program is None:
         return "as it stands"
-    halves = [half for half in (facts.program.forward, facts.program.backward) if half is not None]
-    own = (node for half in halves for node in half.graph.nodes if is_collective(node) and _is_of(node, group))
-    return "\n".join(_call(node, group) for node in own)
+    return "\n".join(_call(node, group) for half in _of_weights(facts.program, group) for node in half)
+
+
+def _of_weights(program: Program, group: str) -> list[list[fx.Node]]:
+    """The collectives of a group between loops, by half."""
+    halves = [half.graph for half in (program.forward, program.backward) if half is not None]
+    return [[node for node in graph.nodes if is_collective(node) and _is_of(node, group)] for graph in halves]
+
+
+def sent_over(facts: Facts, group: str) -> str:
+    """What a program sends over a group, in whatever order and however many at once."""
+    if facts.program is None:
+        return "as it stands"
+    return "\n\n".join("\n".join(sorted(chain(*map(_parts, half)))) for half in _of_weights(facts.program, group))
+
+
+def _parts(node: fx.Node) -> list[str]:
+    """A collective of several values as one of each."""
+    name, (given, *others) = str(node.target).split(".")[1], bound_arguments(node).values()
+    values = given if isinstance(given, (list, tuple)) else [given]
+    return [f"{name.removesuffix('_coalesced')} {_shown(value)} {others}" for value in values]
 
 
 def _lines(program: Program, group: str) -> Iterator[str]:
@@ -145,8 +171,9 @@ def _lines(program: Program, group: str) -> Iterator[str]:
 
 def _call(node: fx.Node, group: str) -> str:
     """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
-    given: Any = bound_arguments(node)
-    return f"{node.target} {fx.node.map_arg(given, _shown)}" if _is_of(node, group) else f"{node.target} of others"
+    given: Any = list(bound_arguments(node).values())
+    name = str(node.target).split(".")[1]  # with its wait or without
+    return f"{name} {fx.node.map_arg(given, _shown)}" if _is_of(node, group) else f"{name} of others"
 
 
 def _is_of(node: fx.Node, group: str) -> bool:

@@ -29,7 +29,7 @@ from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.codegen.deliveries import in_stretches, inputs_saved, plan_chain
-from streamfx.passes.operators.collectives import has_collectives
+from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
@@ -49,6 +49,7 @@ from streamfx.torch_private import (
     is_held_by_model,
     is_sharded,
     keep_saved_tensors,
+    min_cut_rematerialization_partition,
     mutated_inputs,
     static_inputs,
     tracing_undone,
@@ -196,7 +197,9 @@ class Compilation:
         """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
 
         def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
-            return default_partition(
+            keeps = has_unused_waits(joint.graph)  # which the plain one leaves out
+            partition = min_cut_rematerialization_partition if keeps else default_partition
+            return partition(
                 joint,
                 joint_inputs,
                 num_fwd_outputs=num_fwd_outputs,
@@ -271,7 +274,8 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            facts = run_agreed(partial(run_pipeline, options=self.options, after=show_product), capture, self.exchange)
+            run = partial(run_pipeline, options=self.options, after=show_product)
+            facts = run_agreed(run, capture, self.exchange, asked=repr(self.options))
         except (OverBudget, RanksDiffer):
             raise
         except Exception as error:

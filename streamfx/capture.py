@@ -10,8 +10,9 @@ from torch import fx
 
 from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import graph_copy, is_object, joint_graph
+from streamfx.ir.joint import STAYS, graph_copy, is_object, joint_graph
 from streamfx.ir.pieces import Pieces
+from streamfx.passes.operators.collectives import is_wait
 from streamfx.runtime.as_traced import unmarked
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
 
@@ -37,6 +38,9 @@ def captured(
     output.args = (tuple(flat),)
     for node in graph.find_nodes(op="get_attr"):
         _keep_constant(node, module)
+    for node in graph.nodes:
+        if is_wait(node) and not node.users:  # another rank may read the result, and waits for this one
+            node.meta[STAYS] = True
     joint = joint_graph(graph, num_primals, num_outputs)
     inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
     for position in static_inputs:

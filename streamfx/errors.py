@@ -97,6 +97,15 @@ class RanksDiffer(StreamFXError, RuntimeError):
         )
 
     @staticmethod
+    def by_lengths(before: str) -> RanksDiffer:
+        """What is raised where a rank would run the same collectives in another order than before."""
+        return RanksDiffer(
+            "the collectives on weights have one order, whatever the lengths, so that ranks may have lengths of their own",
+            found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
+            do="give all calls as many sequences, of two tokens at least (drop_last=True of a DataLoader, or padding)",
+        )
+
+    @staticmethod
     def without(error: BaseException) -> RanksDiffer:
         """What is raised where other ranks do not say what they run."""
         return RanksDiffer(

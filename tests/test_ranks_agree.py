@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
 from streamfx.errors import RanksDiffer
-from streamfx.torch_private.ranks import Missing
+from streamfx.torch_private.ranks import Changed, Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
@@ -40,7 +40,7 @@ class Others:
     def __init__(self, *say: str | None) -> None:
         self.say, self.heard = list(say), list[tuple[str, str, bool]]()
 
-    def __call__(self, text: str, group: str, waits: bool = True, new: bool = False) -> list[str]:
+    def __call__(self, text: str, group: str, waits: bool = True, about: str | None = None) -> list[str]:
         self.heard.append((text, group, waits))
         other = self.say.pop(0) if waits else None
         if other == "nothing":
@@ -85,16 +85,19 @@ def test_a_rank_that_fails_says_so(ranks: None) -> None:
 
 
 def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
-    """No group could agree for all of them."""
+    """No group could agree for all of them; each compares the order of its own."""
     half = dist.new_group([0, 1])
 
     def function(x: Tensor) -> Tensor:
         h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
         return all_reduce(h.exp(), "sum", everybody()).square().sum()
 
-    others = Others()
-    facts = facts_of(function, [torch.randn(1, 2, 12, 4, requires_grad=True)], others)
-    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL] and not others.heard
+    others, x = Others(None, None), torch.randn(1, 2, 12, 4, requires_grad=True)
+    facts = facts_of(function, [x], others)
+    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL]
+    assert [group for _, group, _ in others.heard] == [half.group_name, everybody().group_name]
+    with pytest.raises(RanksDiffer, match="in the same order"):
+        facts_of(function, [x], Others(None, "another order"))
 
 
 def test_sums_alone_need_no_agreement(ranks: None) -> None:
@@ -163,3 +166,15 @@ def test_what_ranks_say_of_weights_is_the_same_for_all_lengths(ranks: None) -> N
 def test_ranks_that_gather_in_another_order_say_so(ranks: None) -> None:
     with pytest.raises(RanksDiffer, match="something else on its rank 1"):
         facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], Others(None, "something else"))
+
+
+def test_a_rank_keeps_to_an_order_that_was_agreed_on(ranks: None) -> None:
+    """Whether the others run that one or the new one it could not know."""
+
+    def changed(text: str, group: str, about: str | None = None, **others: Any) -> list[str]:
+        if about is None:
+            return [text]
+        raise Changed("all_gather of two weights\nreduce_scatter of them")
+
+    with pytest.raises(RanksDiffer, match="began with all_gather of two weights"):
+        facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], changed)

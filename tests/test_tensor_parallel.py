@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
@@ -93,6 +94,37 @@ def reduced_sums(rank: int) -> float:
     return (own - true).abs().item() / true.abs().item()
 
 
+def by_expert(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows in an order of their own on each rank, which are reduced there, and put back."""
+    rows = F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True).flatten(0, -2)
+    order = (rows[:, 0] > 0).long().argsort(stable=True)
+    reduced = all_reduce(rows[order] @ weight, "sum", ALL)
+    return (rows + reduced[order.argsort()]).square().sum()
+
+
+def read_by_one(x: Tensor, weight: Tensor) -> Any:
+    """Rows and numbers that are reduced on all ranks, and read on the first."""
+    h = F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+    seen = [all_reduce(h.detach(), "max", ALL), all_reduce(h.detach().sum(), "sum", ALL)]
+    return h.square().sum() + sum(part.sum() for part in seen) if dist.get_rank() == 0 else h.square().sum()
+
+
+def of_own_rows(rank: int) -> dict[str, float]:
+    """How far from eager's, on the same ranks: results and gradients of functions of rows that differ per rank."""
+    found = {}
+    for function in (by_expert, read_by_one):
+        torch._dynamo.reset()
+        x = torch.randn(1, 2, 4 * CHUNK, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        weight = torch.eye(4, dtype=torch.float64, requires_grad=True)
+        compiled_one = torch.compile(function, backend="streambp", options={"chunk_size": CHUNK})
+        pairs = []
+        for call in (compiled_one, function):
+            result = call(x, weight)
+            pairs.append((result.detach() + 0, *torch.autograd.grad(result, weight)))
+        found[function.__name__] = max((own - true).abs().max().item() for own, true in zip(*pairs, strict=True))
+    return found
+
+
 def failures(rank: int) -> list[str]:
     """What a rank says where rank 1 cannot analyse a graph, and where rank 1 does not compile it at all."""
     found = []
@@ -122,6 +154,7 @@ def measured(rank: int) -> dict[str, Any]:
         "other sizes": by_hand(CHUNK, (3, 1), (20, 12)),
         "other sizes, auto": by_hand("auto", (3, 1), (20, 12)),
         "sums": reduced_sums(rank),
+        "own rows": of_own_rows(rank),
         "failures": failures(rank),
     }
 
@@ -158,6 +191,12 @@ def test_parts_may_have_other_sizes_on_other_ranks(found: list[dict[str, Any]]) 
 
 def test_sums_over_chunks_are_reduced_once_they_are_complete(found: list[dict[str, Any]]) -> None:
     assert max(own["sums"] for own in found) < 1e-12
+
+
+@pytest.mark.parametrize("name", [by_expert.__name__, read_by_one.__name__])
+def test_rows_of_each_rank_meet_those_in_the_same_place(found: list[dict[str, Any]], name: str) -> None:
+    """Not those that they would meet in another order; and they meet, whoever reads the result."""
+    assert max(own["own rows"][name] for own in found) < 1e-9
 
 
 def test_ranks_that_fail_tell_the_others(found: list[dict[str, Any]]) -> None:

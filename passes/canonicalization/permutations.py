@@ -27,6 +27,7 @@ from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.driver import replace
 from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, row_index
+from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for
 from streamfx.passes.operators.values import Values
@@ -137,8 +138,8 @@ def _push(orders: Orders, node: fx.Node) -> None:
     operands = tensor_operands(node)
     marks = [orders.reordered.get(operand) for operand in operands]
     known = [mark for mark in marks if mark is not None]
-    if not known or len({mark.order for mark in known}) > 1:
-        return None
+    if not known or len({mark.order for mark in known}) > 1 or is_reduced_over_ranks(node):
+        return None  # (a row that is reduced meets the same row of other ranks, which are in another order)
     signature = _signature(node)
     letter = _letter_of_rows(signature, marks) if signature is not None else None
     if signature is None or letter is None:

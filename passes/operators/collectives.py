@@ -84,6 +84,11 @@ def groups_of(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(group for group in found if isinstance(group, str)))
 
 
+def has_unused_waits(graph: fx.Graph) -> bool:
+    """Whether a graph waits for what nobody reads on this rank; another may."""
+    return any(is_wait(node) and not node.users for node in graph.nodes)
+
+
 def is_wait(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() == WAIT
 

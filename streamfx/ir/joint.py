@@ -13,6 +13,7 @@ from torch import fx
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.torch_private import inputs_of_gradients, is_token
 
+STAYS = "streamfx_stays"  # in the `meta` of an operator that runs though nobody reads its result
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
 
 
@@ -135,8 +136,8 @@ def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda nod
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether an operator is there to raise an error: it has no users, and stays."""
-    return node.target in ASSERTIONS
+    """Whether an operator is there to raise an error, or for what it does with other ranks: it has no users, and stays."""
+    return node.target in ASSERTIONS or node.meta.get(STAYS, False)
 
 
 def is_tensor(node: Any) -> bool:

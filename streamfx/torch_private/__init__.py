@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
-from torch._functorch.partitioners import default_partition  # 2.11, 2.13
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENTION  # 2.11, 2.13
 from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
 from torch._higher_order_ops.scan import scan_op as SCAN  # 2.11, 2.13
@@ -70,6 +70,7 @@ __all__ = [
     "keep_saved_tensors",
     "keeps_graph",
     "keystr",
+    "min_cut_rematerialization_partition",
     "mutated_inputs",
     "no_dispatch",
     "no_modes",

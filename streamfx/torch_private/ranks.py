@@ -31,11 +31,16 @@ def _group(name: str) -> Any:
     return resolve(name)
 
 
-def written_by_all(text: str, group: str, waits: bool = True, new: bool = False) -> list[str]:
+class Changed(Exception):
+    """A rank would write something else of what ranks have agreed on; it holds what they agreed on."""
+
+
+def written_by_all(text: str, group: str, waits: bool = True, about: str | None = None) -> list[str]:
     """What each rank of a group writes, in their order: the n-th text of one rank goes with the n-th of the others.
 
-    If it has to be a `new` one, a text that all have written before is not written again. A rank that does not wait hears nothing
-    of the others. It goes through the store that ranks met by; nothing is sent between devices (2.11, 2.13).
+    A text `about` something is not written again once all ranks have written the same of that, and no other may follow it. A rank
+    that does not wait hears nothing of the others. Texts go through the store that ranks met by; nothing is sent between devices
+    (2.11, 2.13).
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 
@@ -43,8 +48,10 @@ def written_by_all(text: str, group: str, waits: bool = True, new: bool = False)
     if not ranks:
         return [text]
     store, own = _get_default_store(), f"streamfx/{group}/{'-'.join(map(str, ranks))}"
-    known = f"{own}/known/{sha256(text.encode()).hexdigest()}/{dist.get_rank()}"
-    if new and store.check([known]):
+    known = f"{own}/known/{sha256((about or text).encode()).hexdigest()}/{dist.get_rank()}"
+    if about is not None and store.check([known]):
+        if (agreed := store.get(known).decode()) != text:
+            raise Changed(agreed)
         return [text]
     number = store.add(f"{own}/count/{dist.get_rank()}", 1)
     store.set(f"{own}/{number}/{dist.get_rank()}", text)
@@ -58,5 +65,5 @@ def written_by_all(text: str, group: str, waits: bool = True, new: bool = False)
         raise Missing(f"nothing from rank {', '.join(map(str, absent))} within {LIMIT.total_seconds():.0f} seconds") from error
     texts = [store.get(key).decode() for key in keys]
     if set(texts) == {text}:
-        store.set(known, "")
+        store.set(known, text)
     return texts
