@@ -56,7 +56,7 @@ from streamfx.torch_private import (
 )
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import raised_as_itself
-from streamfx.torch_private.sizes import size_hint
+from streamfx.torch_private.sizes import pair_dimensions, size_hint
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
@@ -197,8 +197,7 @@ class Compilation:
         """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
 
         def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
-            keeps = has_unused_waits(joint.graph)  # which the plain one leaves out
-            partition = min_cut_rematerialization_partition if keeps else default_partition
+            partition = min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition
             return partition(
                 joint,
                 joint_inputs,
@@ -210,6 +209,7 @@ class Compilation:
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
         self.num_outputs = num_fwd_outputs
+        pair_dimensions(joint.graph)
         count = len(joint_inputs[0])
         static = static_lifetime_input_indices or ()
         patterns = self.patterns(joint.graph, count)
@@ -307,6 +307,7 @@ class Compilation:
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
         weights = static_inputs() or self.parameters
+        pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))
         capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
         facts = self.analysed(capture)

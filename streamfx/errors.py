@@ -102,7 +102,7 @@ class RanksDiffer(StreamFXError, RuntimeError):
         return RanksDiffer(
             "the collectives on weights have one order, whatever the lengths, so that ranks may have lengths of their own",
             found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
-            do="give all calls as many sequences, of two tokens at least (drop_last=True of a DataLoader, or padding)",
+            do="give each call sequences of two tokens at least, and all calls as many (drop_last=True of a DataLoader)",
         )
 
     @staticmethod

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
+from tests.support.small import Causal, tokens
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_gradients, same_step, twins
 
@@ -53,6 +54,16 @@ def test_batch_and_length_both_change() -> None:
     function, backend = compiled(own)
     for rows, length in ((2, 13), (3, 9), (5, 21), (4, 4), (6, 6)):
         same_step(function, own, eager, batch(rows, length))
+    check_streamed(backend.facts, True, {"causal"})
+
+
+def test_batch_and_length_of_ids_and_labels_both_change() -> None:
+    """Torch knows of two tensors only that they have as many elements: which rows belong together follows from their sizes."""
+    model = Causal().double()
+    eager = copy.deepcopy(model)
+    function, backend = compiled(model)
+    for rows, length in ((2, 13), (3, 9), (5, 21), (1, 7)):
+        same_step(function, model, eager, {"ids": tokens(rows, length), "labels": tokens(rows, length)})
     check_streamed(backend.facts, True, {"causal"})
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -39,6 +41,36 @@ def is_negative(number: Any) -> bool | None:
 def without_guards(mode: Any) -> Any:
     """A context in which nothing that is asked of sizes becomes a guard (2.11, 2.13)."""
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
+
+
+def pair_dimensions(graph: fx.Graph) -> None:
+    """Let inputs that have as many elements by a guard, and the same sizes in this call, have the same sizes in all calls that a
+    graph is for: ids and labels, of which torch knows that `b * t == c * u` (2.11, 2.13). A call with others is traced again.
+    """
+    given = [node.meta["val"] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.Tensor)]
+    several = [value.shape for value in given if sum(isinstance(size, torch.SymInt) for size in value.shape) > 1]
+    sizes: Any = next((size.node.shape_env for shape in several for size in shape if isinstance(size, torch.SymInt)), None)
+    products = {difference for guard in getattr(sizes, "guards", ()) for difference in _differences(sizes, guard.expr)}
+    for position, one in enumerate(several if products else ()):
+        for other in several[position + 1 :]:
+            is_alike = len(one) == len(other) and all(map(operator.eq, map(size_hint, one), map(size_hint, other)))
+            if is_alike and sizes.replace(_product(one) - _product(other)).expand() in products:
+                for size, same in zip(one, other, strict=True):
+                    bool(size == same)  # torch notes what it was asked, as a guard of the graph
+
+
+def _differences(sizes: Any, condition: Any) -> list[Any]:
+    """What a guard that two products are equal says is zero."""
+    left, right = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
+    if type(condition).__name__ != "Equality" or left is None or right is None:
+        return []
+    difference = sizes.replace(left - right).expand()
+    return [difference, -difference]
+
+
+def _product(shape: torch.Size) -> Any:
+    """The number of elements as an expression."""
+    return math.prod(size.node.expr if isinstance(size, torch.SymInt) else size for size in shape)
 
 
 def size_hint(size: Any) -> int:
