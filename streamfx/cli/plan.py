@@ -45,6 +45,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
     )
     parser.add_argument("--shard", choices=SHARDS, default=DDP, help="what these divide (default: %(default)s, nothing)")
+    parser.add_argument(
+        "--context", type=int, default=1, metavar="C", help="devices that divide each sequence (Ulysses; default: %(default)s)"
+    )
     parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
     parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
@@ -100,6 +103,7 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | N
         optimizer=arguments.optimizer,
         world=arguments.world,
         shard=arguments.shard,
+        context=arguments.context,
         max_length=arguments.max_length,
         max_batch=arguments.max_batch,
         objective=arguments.objective,

@@ -14,6 +14,7 @@ from streamfx.errors import OverBudget, PlanError
 from streamfx.inspection.tracing import layers_of
 from streamfx.options import checked
 from streamfx.planner.collector import uncollected
+from streamfx.planner.context import check_heads, part_of_a_sequence
 from streamfx.planner.devices import Device, device_called, here
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import Objective, objective_called
@@ -40,6 +41,7 @@ def plan(
     optimizer: str = "none",
     world: int = 1,
     shard: str = "ddp",
+    context: int = 1,
     max_length: bool = False,
     max_batch: bool = False,
     device: str = "H100",
@@ -58,17 +60,23 @@ def plan(
     and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
     "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
-    each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters. `noted`
-    is told each prediction. Nothing is computed.
+    each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters.
+    `context` of them divide each sequence, and swap its rows for heads around attention (Ulysses). `noted` is told each
+    prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
-    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1))
+    _check_counts(
+        seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1), context=(context, 1)
+    )
     _check_search(memory, max_length, max_batch)
     given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
+    ranks = checked_sharding(world, shard, context)
+    _check_context(context, objective, inputs, seq)
     with uncollected():
         made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    ranks = checked_sharding(world, shard)
+    if context > 1:
+        check_heads(made, 1, context)
     state = state_bytes(made, optimizer, ranks.holders)
     step = _Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
     if memory is not None and (max_length or max_batch):
@@ -90,14 +98,20 @@ class _Step:
     ranks: Sharding
 
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
-        inputs = (
-            self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
-        )
+        inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
             found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state)
         if self.noted is not None:
             self.noted(found)
         return found
+
+    def _inputs(self, batch: int, length: int) -> Mapping[str, Tensor]:
+        """What a rank is given of a step of so many sequences."""
+        if self.ranks.context > 1:
+            return part_of_a_sequence(batch, length // self.ranks.context)
+        return (
+            self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
+        )
 
     def planned(self, budget: int | None, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if budget is None else {"memory_budget": max(budget - self.state, 1)}
@@ -109,8 +123,8 @@ class _Step:
             sought = Sought(1, lambda size: sequences * size)
             best = largest(lambda size, given: self.at(size, seq, given), budget, given, batch, sought, stages)
         else:
-            sought = Sought(LENGTHS, lambda _: sequences * batch)
-            first = max(seq, FIRST_LENGTH)
+            sought = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch)
+            first = max(seq, FIRST_LENGTH * self.ranks.context)
             best = largest(lambda size, given: self.at(batch, size, given), budget, given, first, sought, stages)
         if best is None:
             what = "batch" if max_batch else "length"
@@ -142,6 +156,17 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
             f"inputs cannot be a {type(inputs).__name__}",
             do="give a function of (batch, length) that returns what the model takes",
         )
+
+
+def _check_context(context: int, objective: str, inputs: Any, seq: int) -> None:
+    """Refuse what cannot be divided by rows: inputs that only their caller knows, and losses that look at rows of other ranks."""
+    if context == 1:
+        return
+    if inputs is not None or objective != "sft":
+        found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
+        raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
+    if seq % context:
+        raise PlanError(f"a sequence is divided among {context} devices", found=f"seq={seq}", do=f"give a multiple of {context}")
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:

@@ -6,12 +6,13 @@
     zero3    parameters, too: gathered for the forward half, and again for the backward half
 
 The model is traced with its collectives, so that what is alive when, and what is sent when, is what `put_back.py` makes of it.
+Ranks that divide a sequence (`context.py`) hold parts of the same weights, as DeepSpeed's ZeRO with sequence parallel does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.errors import PlanError
+from streamfx.planner.context import sequences_divided
 from streamfx.torch_private.groups import has_ranks, imagined_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
@@ -26,10 +28,11 @@ DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a step is divided among `world` ranks."""
+    """How a step is divided among `world` ranks: weights by `shard`, and each sequence among `context` of them."""
 
     world: int = 1
     shard: str = DDP
+    context: int = 1
 
     @property
     def divides_parameters(self) -> bool:
@@ -57,20 +60,32 @@ class Sharding:
                 found="a process group, which this process belongs to",
                 do="plan in a process of its own, as `streamfx plan` does",
             )
-        with imagined_ranks(self.world) as mesh, _with_parameters_of(model, mesh, self.divides_parameters):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with imagined_ranks(self.world), ExitStack() as changed:
+            if self.context > 1:
+                mesh = init_device_mesh("cpu", (self.world // self.context, self.context), mesh_dim_names=("data", "context"))
+                changed.enter_context(sequences_divided(model, mesh["context"].get_group(), self.context))
+            changed.enter_context(_with_parameters_of(model, init_device_mesh("cpu", (self.world,)), self.divides_parameters))
             yield model
 
 
 ALONE = Sharding()
 
 
-def checked_sharding(world: int, shard: Any) -> Sharding:
+def checked_sharding(world: int, shard: Any, context: int = 1) -> Sharding:
     """A way that is known, of devices to divide among."""
     if shard not in SHARDS:
         raise PlanError(f"nothing is divided as {shard!r}", do=f"give one of {', '.join(SHARDS)}")
+    if world % context:
+        raise PlanError(
+            f"sequences are to be divided among {context} devices",
+            found=f"a world of {world}",
+            do=f"give a multiple of {context}",
+        )
     if world == 1 and shard != DDP:
         raise PlanError(f"{shard} divides a step among devices", found="a world of 1", do="say of how many, as --world 8")
-    return Sharding(world, shard)
+    return Sharding(world, shard, context)
 
 
 @contextmanager

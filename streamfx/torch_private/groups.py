@@ -21,14 +21,13 @@ def _called(name: Any) -> Any:
 
 
 @contextmanager
-def imagined_ranks(world: int) -> Iterator[Any]:
-    """A mesh of so many ranks of which only this one is there: collectives give results of the right sizes (2.11, 2.13)."""
-    from torch.distributed.device_mesh import init_device_mesh
+def imagined_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """So many ranks of which only this one is there: collectives give results of the right sizes (2.11, 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.11, 2.13: also defines the backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield init_device_mesh("cpu", (world,))
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,103 @@
+"""Sequences divided among ranks: each has a part of the rows, and for attention all rows of a part of the heads (Ulysses).
+
+    rows/n of all heads  ->  all to all  ->  all rows of heads/n  ->  attention  ->  all to all  ->  rows/n of all heads
+
+Jacobs et al., 2023, "DeepSpeed Ulysses" (arXiv 2309.14509). Where there are fewer heads of keys than ranks, each is sent to
+several, and labels are shifted before rows are divided: as in Bekman et al., 2025, "Arctic Long Sequence Training" (2506.13996).
+Positions are those of the rank's rows, which the caller gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamfx.errors import PlanError
+
+NAME = "streamfx_ulysses"
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """An attention of transformers' interface, around torch's: heads [b h t e], rows of a rank in, rows of a rank out."""
+
+    group: Any
+    ranks: int
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, None]:
+        if mask is not None or given.get("s_aux") is not None:
+            raise PlanError("context divides causal attention", found="a mask, or a sink", do="plan without context")
+        key, value = (part.repeat_interleave(max(1, self.ranks // part.shape[1]), 1) for part in (key, value))
+        query, key, value = map(self.all_rows, (query, key, value))
+        grouped = key.shape[1] != query.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=given.get("scaling"), enable_gqa=grouped)
+        return self.own_rows(mixed), None
+
+    def all_rows(self, part: Tensor) -> Tensor:
+        """[b nh t e] -> [b h nt e]"""
+        return self._exchanged(part.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)).flatten(0, 1).permute(1, 2, 0, 3)
+
+    def own_rows(self, mixed: Tensor) -> Tensor:
+        """[b h nt e] -> [b t nh e], the order that transformers wants"""
+        return self._exchanged(mixed.permute(2, 0, 1, 3).unflatten(0, (self.ranks, -1))).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Part i goes to rank i."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
+
+
+@contextmanager
+def sequences_divided(model: nn.Module, group: Any, ranks: int) -> Iterator[None]:
+    """The model's attention as that of one of so many ranks, in place, and as it was afterwards."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config: Any = model.config
+    before = config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[NAME] = Ulysses(group, ranks)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[NAME]
+
+
+def check_heads(model: nn.Module, tensor: int, context: int) -> None:
+    """Refuse a model whose heads so many ranks cannot divide: first their weights, then what is left of them per sequence."""
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    asked = f"heads are to be divided by tensor={tensor} and context={context}"
+    if heads is None:
+        raise PlanError(asked, found="a model without a configuration of heads", do="give a configuration")
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    if heads % (tensor * context):
+        raise PlanError(asked, found=f"{heads} heads", do=f"let tensor * context be one of {_divisors(heads)}")
+    if keys % tensor:
+        raise PlanError(asked, found=f"{keys} heads of keys", do=f"let tensor be one of {_divisors(keys)}")
+    if context > 1 and (keys // tensor) % context and context % (keys // tensor):
+        found = f"{keys // tensor} heads of keys on each"
+        raise PlanError(asked, found=found, do=f"let context be a multiple of {keys // tensor}, or divide it")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if context > 1 and kinds != {"full_attention"}:
+        found = f"layers of {', '.join(sorted(kinds))}"
+        raise PlanError("context divides sequences for attention to all rows before", found=found, do="plan without context")
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+
+
+def part_of_a_sequence(batch: int, rows: int) -> dict[str, Tensor]:
+    """What a rank is given: ids, their positions, and labels that are shifted already."""
+    ids, positions, labels = (torch.empty(batch, rows, dtype=torch.int64, device="meta") for _ in range(3))
+    return {"input_ids": ids, "position_ids": positions, "labels": ids, "shift_labels": labels}
