@@ -14,7 +14,8 @@ import streamfx
 from streamfx.cli import main
 from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
 from streamfx.planner.predict import Prediction
-from streamfx.planner.search import Sought, largest
+from streamfx.planner.scout import Guess
+from streamfx.planner.search import Limits, Sought, largest
 from tests.support.small import Causal
 from tests.support.spread import only
 
@@ -152,17 +153,17 @@ def test_the_longest_length_was_traced_and_fits(first: int) -> None:
         peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
         return prediction(length, peak)
 
-    best = largest(predict, 400_000, {"keep_every": 1}, first, LENGTH, 9)
+    best = largest(predict, Limits(400_000), {"keep_every": 1}, Guess(first), LENGTH, 9)
     assert best is not None and best[0] == best[1].length
     assert (best[0], 1, 512) in traced
     assert 97_000 < best[0] < 100_000
     assert len(traced) < 6
-    largest(predict, 400_000, {"chunk_size": 7}, first, LENGTH, 9)
+    largest(predict, Limits(400_000), {"chunk_size": 7}, Guess(first), LENGTH, 9)
     assert traced[-1][1:] == (3, 7)
 
 
 def test_no_length_may_fit() -> None:
-    assert largest(lambda length, options: prediction(length, 10**9), 1000, {}, 65_536, LENGTH, 9) is None
+    assert largest(lambda length, options: prediction(length, 10**9), Limits(1000), {}, Guess(65_536), LENGTH, 9) is None
 
 
 @pytest.mark.parametrize("first", [1, 40])
@@ -174,7 +175,7 @@ def test_the_largest_batch(first: int) -> None:
         rows[batch] = options["chunk_size"]
         return prediction(100, 1000 + 130 * batch)
 
-    best = largest(predict, 4000, {}, first, Sought(1, lambda size: 3 * size), 9)
+    best = largest(predict, Limits(4000), {}, Guess(first), Sought(1, lambda size: 3 * size), 9)
     assert best is not None and best[0] == 23
     assert rows[23] == 1024 // 69
 

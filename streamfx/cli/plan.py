@@ -37,6 +37,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--batch", type=int, default=1, metavar="N", help="sequences of a step, on each device (default: %(default)s)"
     )
     parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
+    parser.add_argument("--host-memory", metavar="SIZE", help="what may wait on each host of up to 8 devices, as 1TiB")
     parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
     parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
@@ -97,6 +98,7 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | N
         seq=arguments.seq,
         batch=arguments.batch,
         memory=arguments.memory,
+        host_memory=arguments.host_memory,
         dtype=arguments.dtype,
         lora_rank=arguments.lora_rank,
         quantize=arguments.quantize,

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from streamfx.budget import bytes_of, in_bytes, is_budget
-from streamfx.errors import OverBudget, PlanError
-from streamfx.inspection.tracing import layers_of
+from streamfx.budget import AUTO, bytes_of, is_budget
+from streamfx.errors import PlanError
 from streamfx.options import checked
 from streamfx.planner.collector import uncollected
-from streamfx.planner.context import check_heads, part_of_a_sequence
-from streamfx.planner.devices import Device, device_called, here
+from streamfx.planner.context import check_heads
+from streamfx.planner.devices import device_called, here
+from streamfx.planner.host import sharing
 from streamfx.planner.models import TYPES, built
-from streamfx.planner.objectives import Objective, objective_called
+from streamfx.planner.objectives import objective_called
 from streamfx.planner.optimizers import state_bytes
-from streamfx.planner.predict import Prediction, predict
+from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
-from streamfx.planner.search import FIRST_LENGTH, Sought, largest
-from streamfx.planner.shards import Sharding, checked_sharding
-from streamfx.runtime.device_kinds import supposed
-
-LENGTHS = 256  # what the longest length is a multiple of
-Inputs = Callable[[int, int], Mapping[str, Tensor]]
+from streamfx.planner.search import Limits
+from streamfx.planner.shards import checked_sharding
+from streamfx.planner.step import Inputs, Step
 
 
 def plan(
@@ -35,6 +31,7 @@ def plan(
     seq: int = 4096,
     batch: int = 1,
     memory: int | float | str | None = None,
+    host_memory: int | str | None = None,
     dtype: str = "bfloat16",
     lora_rank: int | None = None,
     quantize: str | None = None,
@@ -61,10 +58,12 @@ def plan(
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
     "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
     each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters.
-    `context` of them divide each sequence, and swap its rows for heads around attention (Ulysses). `noted` is told each
-    prediction. Nothing is computed.
+    `context` of them divide each sequence, and swap its rows for heads around attention (Ulysses). `host_memory` is what
+    inputs of stages may take that wait on a host, which 8 devices share. `noted` is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
+    if host_memory is not None and (isinstance(host_memory, float) or host_memory == AUTO or not is_budget(host_memory)):
+        raise PlanError(f"host_memory cannot be {host_memory!r}", do="give bytes, or a text like '1TiB'")
     _check_counts(
         seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1), context=(context, 1)
     )
@@ -78,61 +77,14 @@ def plan(
     if context > 1:
         check_heads(made, 1, context)
     state = state_bytes(made, optimizer, ranks.holders)
-    step = _Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
-    if memory is not None and (max_length or max_batch):
-        return step.searched(bytes_of(memory, here()), given, batch, seq, max_batch)
-    return step.planned(None if memory is None else bytes_of(memory, here()), given, batch, seq, baselines)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A training step of any size on each of some ranks, beside the state of an optimizer."""
-
-    name: str
-    model: nn.Module
-    objective: Objective
-    device: Device
-    inputs: Inputs | None
-    state: int
-    noted: Callable[[Prediction], None] | None
-    ranks: Sharding
-
-    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
-        inputs = self._inputs(batch, length)
-        with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state)
-        if self.noted is not None:
-            self.noted(found)
-        return found
-
-    def _inputs(self, batch: int, length: int) -> Mapping[str, Tensor]:
-        """What a rank is given of a step of so many sequences."""
-        if self.ranks.context > 1:
-            return part_of_a_sequence(batch, length // self.ranks.context)
-        return (
-            self.objective.inputs(self.objective.sequences * batch, length) if self.inputs is None else self.inputs(batch, length)
-        )
-
-    def planned(self, budget: int | None, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
-        within = {} if budget is None else {"memory_budget": max(budget - self.state, 1)}
-        return PlanReport(self.name, self.at(batch, seq, {**given, **within}, baselines), self.device, budget, ranks=self.ranks)
-
-    def searched(self, budget: int, given: Mapping[str, Any], batch: int, seq: int, max_batch: bool) -> PlanReport:
-        sequences, stages = self.objective.sequences, len(layers_of(self.model)) + 1
-        if max_batch:
-            sought = Sought(1, lambda size: sequences * size)
-            best = largest(lambda size, given: self.at(size, seq, given), budget, given, batch, sought, stages)
-        else:
-            sought = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch)
-            first = max(seq, FIRST_LENGTH * self.ranks.context)
-            best = largest(lambda size, given: self.at(batch, size, given), budget, given, first, sought, stages)
-        if best is None:
-            what = "batch" if max_batch else "length"
-            raise OverBudget(f"no {what} fits into {in_bytes(budget)}", do="give more memory, or a smaller model")
-        size, found = best
-        return PlanReport(
-            self.name, found, self.device, budget, None if max_batch else size, size if max_batch else None, self.ranks
-        )
+    step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
+    limits = Limits(
+        None if memory is None else bytes_of(memory, here()),
+        None if host_memory is None else bytes_of(host_memory, here()) // sharing(world),
+    )
+    if max_length or max_batch:
+        return step.searched(limits, given, batch, seq, max_batch, few=not isinstance(model, nn.Module))
+    return step.planned(limits, given, batch, seq, baselines)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

@@ -12,6 +12,7 @@ from streamfx.cost.memory import Cost
 from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
+from streamfx.planner.host import bytes_on_host
 from streamfx.planner.models import loss_of
 from streamfx.planner.overlap import Stretch, stretches_of
 from streamfx.planner.shards import own_bytes
@@ -56,6 +57,7 @@ class Prediction:
     stopped: str | None
     wire: dict[str, Any] | None = None
     stretches: tuple[Stretch, ...] = ()
+    host_bytes: int = 0
 
 
 def predict(
@@ -99,6 +101,7 @@ def predict(
         stopped=summary["stopped"],
         wire=summary["wire"],
         stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
+        host_bytes=sum(map(bytes_on_host, called)),
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
 from streamfx.planner.devices import Device
+from streamfx.planner.host import sharing
 from streamfx.planner.overlap import waited
 from streamfx.planner.predict import Prediction, Way
+from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.text import in_flops
@@ -20,6 +22,7 @@ KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
 ASSUMED_HERE = "rates of one product and one copy; nothing but products and attention fused"
 ASSUMED_WIRE = "60 % of published rates in one direction, within a machine of 8 devices or between machines; rings"
+NONE = Limits()
 LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
@@ -33,7 +36,7 @@ class PlanReport:
     name: str
     prediction: Prediction
     device: Device
-    memory: int | None = None
+    limits: Limits = NONE
     max_length: int | None = None
     max_batch: int | None = None
     ranks: Sharding = ALONE
@@ -47,10 +50,10 @@ class PlanReport:
             "model": self.name,
             "length": found.length,
             "batch": found.batch,
-            "memory": self.memory,
+            "memory": self.limits.device,
             "max_length": self.max_length,
             "max_batch": self.max_batch,
-            "fits": None if self.memory is None else found.peak_bytes <= self.memory,
+            "fits": None if self.limits == NONE else self.limits.hold(found),
             "peak_bytes": found.peak_bytes,
             "peak_by_term": dict(found.peak_by_term),
             "flops": found.flops,
@@ -59,6 +62,8 @@ class PlanReport:
             "seconds": self.device.seconds(found.flops, found.moved, found.launches) + self._waited(),
             "world": self.ranks.world,
             "shard": self.ranks.shard,
+            "context": self.ranks.context,
+            "host": self._host(),
             "wire": self._wire(),
             "launches": found.launches,
             "bytes_of_products": found.product_bytes,
@@ -69,6 +74,14 @@ class PlanReport:
             "stages": found.stages,
             "stopped": found.stopped,
         }
+
+    def _host(self) -> dict[str, Any] | None:
+        """What waits on the host between the halves; None where nothing does."""
+        size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
+        if not size:
+            return None
+        limit = None if self.limits.host is None else self.limits.host * devices
+        return {"bytes": size, "devices": devices, "bytes_of_all": size * devices, "memory": limit}
 
     def _wire(self) -> dict[str, Any] | None:
         """What each device sends in a step; None where it sends nothing."""
@@ -113,9 +126,8 @@ class PlanReport:
 
     def _lines(self) -> Iterator[str]:
         summary, found = self.summary(), self.prediction
-        memory = f", {in_bytes(self.memory)} of memory" if self.memory is not None else ""
-        ranks = "" if self.ranks.world == 1 else f" on each of {self.ranks.world} devices, {self.ranks.shard}"
-        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{ranks}{memory}"
+        memory = f", {in_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
+        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{self._divided()}{memory}"
         if self.max_length is not None:
             yield f"  longest  {self.max_length:,} tokens fit"
         if self.max_batch is not None:
@@ -123,6 +135,7 @@ class PlanReport:
         yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
         for term, size in found.peak_by_term.items():
             yield f"             {in_bytes(size):>10}  {term}"
+        yield from self._waiting(summary["host"])
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield from self._shares(summary["flops_by_kind"])
@@ -137,6 +150,22 @@ class PlanReport:
         if found.stopped:
             yield ""
             yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _divided(self) -> str:
+        ranks = self.ranks
+        if ranks.context > 1:
+            return f", each divided by {ranks.context} of {ranks.world} devices, {ranks.shard}"
+        return "" if ranks.world == 1 else f" on each of {ranks.world} devices, {ranks.shard}"
+
+    def _waiting(self, host: dict[str, Any] | None) -> Iterator[str]:
+        if host is not None:
+            limit = "" if host["memory"] is None else f" of {in_bytes(host['memory'])}"
+            every = (
+                ""
+                if host["devices"] == 1
+                else f", {in_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
+            )
+            yield f"  host     {in_bytes(host['bytes'])} wait there for the backward half{every or limit}"
 
     def _sent(self, wire: dict[str, Any] | None) -> Iterator[str]:
         if wire is not None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, STAGE_INPUTS, STATES, STREAM_GRADIENT
+from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, OTHER, STAGE_INPUTS, STATES, STREAM_GRADIENT
 from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
+from streamfx.planner.scout import Guess
 
 FIRST_LENGTH = 65536
 MOST_TRACES = 6
@@ -20,7 +21,7 @@ CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
 BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
 LEAST_ROWS = 8
-GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS)
+GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, OTHER)
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
@@ -33,42 +34,63 @@ class Sought:
     sequences: Callable[[int], int]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of a device, and of the host for each device, where these are limited."""
+
+    device: int | None = None
+    host: int | None = None
+
+    def hold(self, found: Prediction) -> bool:
+        return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
+
+    def size(self, size: int, found: Prediction, growth: float | None) -> int:
+        """Where a prediction for a size would reach a limit; where its `growth` is not known, by terms that grow."""
+        assert self.device is not None
+        growth = growth or max(sum(found.peak_by_term.get(name, 0) for name in GROWING) / size, 1)
+        most = int(size + (self.device * AIM - found.peak_bytes) / growth)
+        if self.host is None or not found.host_bytes:
+            return most
+        return min(most, int(size * self.host / found.host_bytes))
+
+
+def _within(size: int, limit: int | None) -> bool:
+    return limit is None or size <= limit
+
+
 def largest(
-    predict: Predict, budget: int, options: Mapping[str, Any], first: int, sought: Sought, stages: int
+    predict: Predict, limits: Limits, options: Mapping[str, Any], first: Guess, sought: Sought, stages: int
 ) -> tuple[int, Prediction] | None:
-    """About the largest size whose peak is within the budget, and its prediction; None where not even small ones are.
+    """About the largest size that is within limits, and its prediction; None where not even small ones are.
 
     `stages` is about how many stages there are.
     """
     best: tuple[int, Prediction] | None = None
-    failed, size = None, max(first, sought.multiple)
+    failed, size = None, max(first.size // sought.multiple * sought.multiple, sought.multiple)
     for _ in range(MOST_TRACES):
-        found = predict(size, {**_least_memory(sought.sequences(size), stages), **options})
-        if found.peak_bytes <= budget:
+        found = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
+        if limits.hold(found):
             best = size, found
         else:
             failed = size
-        size = _between(_guess(size, found, budget), best[0] if best else 0, failed, sought.multiple)
+        size = _between(limits.size(size, found, first.growth), best[0] if best else 0, failed, sought.multiple)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break
     return best
 
 
-def _least_memory(sequences: int, stages: int) -> dict[str, Any]:
+def least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices that leave most room, where `options` make no others."""
     rows = max(LEAST_ROWS, BUSY // sequences)
-    return {"save": "inputs", "keep_every": fewest_bytes(stages), "chunk_size": rows, "loss_chunk_size": rows}
+    # inputs that wait on the host take no memory of the device: all are kept
+    every = 1 if options.get("offload") == "inputs" else fewest_bytes(stages)
+    return {"save": "inputs", "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
 
 
 def fewest_bytes(stages: int) -> int:
     """How many stages should share one kept input, for the least memory."""
     return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
-
-
-def _guess(size: int, found: Prediction, budget: int) -> int:
-    """Where the peak would reach the budget, by the terms that grow with the size."""
-    growing = sum(found.peak_by_term.get(name, 0) for name in GROWING) / size
-    return int(size + (budget * AIM - found.peak_bytes) / max(growing, 1))
 
 
 def _between(size: int, low: int, high: int | None, multiple: int) -> int:
