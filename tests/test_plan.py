@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import streamfx
 from streamfx.cli import main
 from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
 from streamfx.planner.predict import Prediction
-from streamfx.planner.scout import Guess
+from streamfx.planner.scout import Guess, first_layers, guessed
 from streamfx.planner.search import Limits, Sought, largest
 from tests.support.small import Causal
 from tests.support.spread import only
@@ -160,6 +161,54 @@ def test_the_longest_length_was_traced_and_fits(first: int) -> None:
     assert len(traced) < 6
     largest(predict, Limits(400_000), {"chunk_size": 7}, Guess(first), LENGTH, 9)
     assert traced[-1][1:] == (3, 7)
+
+
+def test_models_of_few_layers_say_where_to_begin() -> None:
+    """What grows with layers, with the size, with both, and with neither."""
+    traced = []
+
+    def peak(layers: int, size: int) -> int:
+        traced.append(layers)
+        return 5_000 + 100 * layers + (7 + 2 * layers) * size
+
+    guess = guessed(peak, 36, 1, 1000, 10**6)
+    assert guess is not None
+    assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
+    assert sum(traced) <= 36
+    assert guessed(peak, 12, 1, 1000, 10**6) is None  # as fast in full
+
+
+def test_a_guess_that_is_off_is_made_good() -> None:
+    """Where few layers grow more than others do, a trace of all of them says by how much."""
+    traced = []
+
+    def predict(length: int, options: Any) -> Prediction:
+        traced.append(length)
+        return prediction(length, 1000 + 3 * length)
+
+    best = largest(predict, Limits(401_000), {}, Guess(65_536, 1000), LENGTH, 9)
+    assert best is not None and 0.99 * 400_000 / 3 < best[0] <= 400_000 / 3
+    assert len(traced) == 2
+
+
+def test_what_waits_on_the_host_is_limited() -> None:
+    def predict(length: int, options: Any) -> Prediction:
+        assert options["keep_every"] == 1
+        return replace(prediction(length, 1000 + length), host_bytes=10 * length)
+
+    offload = {"offload": "inputs"}
+    for host, most in ((None, 400_000), (10**6, 100_000)):
+        best = largest(predict, Limits(400_000, host), offload, Guess(65_536), LENGTH, 9)
+        assert best is not None and 0.98 * most < best[0] <= most
+
+
+def test_layers_that_are_left_out_come_back() -> None:
+    model = built(TINY)
+    whole = [name for name, _ in model.named_modules()]
+    with first_layers(model, 1):
+        names = [name for name, _ in model.named_modules()]
+        assert any(".layers.0" in name for name in names) and not any(".layers.1" in name for name in names)
+    assert [name for name, _ in model.named_modules()] == whole
 
 
 def test_no_length_may_fit() -> None:

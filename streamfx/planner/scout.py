@@ -13,28 +13,33 @@ from typing import NamedTuple
 
 from torch import nn
 
-FEWEST = 2  # layers: the first and the last differ from those between them
+FEWEST = 4  # layers: fewer have no stage whose neighbours are those of all others
 
 
 class Guess(NamedTuple):
-    """Where a search begins, and the bytes that the peak grows by with each unit of size, where that is known."""
+    """Where a search begins, and bytes that do not grow with the size, where they are known."""
 
     size: int
-    growth: float | None = None
+    base: float | None = None
 
 
 def guessed(peak: Callable[[int, int], int], layers: int, step: int, first: int, budget: int) -> Guess | None:
-    """By `peak(layers, size)` of two numbers of layers, multiples of `step`, at two sizes; None where so many are not few."""
-    few = max(step, FEWEST)
-    if 4 * few > layers:
+    """By `peak(layers, size)` of two numbers of layers, multiples of `step`, at two sizes; None where that takes longer than one
+    trace of all layers.
+    """
+    few = -(-FEWEST // step) * step
+    more = few + step
+    if 2 * (few + more) > layers:
         return None
-    peaks = [_of_all(peak(few, size), peak(2 * few, size), layers / few) for size in (first, 2 * first)]
+    sizes = first, 2 * first
+    peaks = [_of_all(peak(few, size), peak(more, size), (layers - few) / step) for size in sizes]
     growth = (peaks[1] - peaks[0]) / first
-    return Guess(int(first + (budget - peaks[0]) / growth), growth) if growth > 0 else None
+    base = peaks[0] - growth * first
+    return Guess(int((budget - base) / growth), base) if growth > 0 else None
 
 
-def _of_all(few: int, twice: int, times: float) -> float:
-    return few + (times - 1) * (twice - few)
+def _of_all(few: int, more: int, steps: float) -> float:
+    return few + steps * (more - few)
 
 
 @contextmanager

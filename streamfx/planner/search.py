@@ -44,11 +44,11 @@ class Limits:
     def hold(self, found: Prediction) -> bool:
         return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
 
-    def size(self, size: int, found: Prediction, growth: float | None) -> int:
-        """Where a prediction for a size would reach a limit; where its `growth` is not known, by terms that grow."""
+    def size(self, size: int, found: Prediction, base: float | None) -> int:
+        """Where a prediction for a size would reach a limit: what is no `base` grows, or what terms say."""
         assert self.device is not None
-        growth = growth or max(sum(found.peak_by_term.get(name, 0) for name in GROWING) / size, 1)
-        most = int(size + (self.device * AIM - found.peak_bytes) / growth)
+        growing = sum(found.peak_by_term.get(name, 0) for name in GROWING) if base is None else found.peak_bytes - base
+        most = int(size + (self.device * AIM - found.peak_bytes) / max(growing / size, 1))
         if self.host is None or not found.host_bytes:
             return most
         return min(most, int(size * self.host / found.host_bytes))
@@ -73,7 +73,7 @@ def largest(
             best = size, found
         else:
             failed = size
-        size = _between(limits.size(size, found, first.growth), best[0] if best else 0, failed, sought.multiple)
+        size = _between(limits.size(size, found, first.base), best[0] if best else 0, failed, sought.multiple)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break
