@@ -47,6 +47,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--shard", choices=SHARDS, default=DDP, help="what these divide (default: %(default)s, nothing)")
     parser.add_argument(
+        "--tensor", type=int, default=1, metavar="T", help="devices that cut layers among them (default: %(default)s)"
+    )
+    parser.add_argument(
         "--context", type=int, default=1, metavar="C", help="devices that divide each sequence (Ulysses; default: %(default)s)"
     )
     parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
@@ -105,6 +108,7 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | N
         optimizer=arguments.optimizer,
         world=arguments.world,
         shard=arguments.shard,
+        tensor=arguments.tensor,
         context=arguments.context,
         max_length=arguments.max_length,
         max_batch=arguments.max_batch,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from streamfx.errors import PlanError
+from streamfx.planner.shards import Sharding, own_part
 
 BLOCK = 256  # numbers of a state in 8 bits that share a float32 scale (Dettmers et al., 2022, section 2.1)
 
@@ -18,9 +19,10 @@ STATES: dict[str, Callable[[Tensor], int]] = {
 }
 
 
-def state_bytes(model: nn.Module, optimizer: str, holders: int) -> int:
-    """Bytes of an optimizer's state for the parameters that are trained, on one of those that divide it."""
+def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
+    """Bytes of an optimizer's state for the parameters that are trained, on one of some ranks."""
     if optimizer not in STATES:
         raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=f"give one of {', '.join(STATES)}")
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return -(-sum(map(STATES[optimizer], trained)) // holders)
+    with ranks.cut(model):
+        trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        return -(-sum(map(STATES[optimizer], trained)) // ranks.holders)

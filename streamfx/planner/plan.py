@@ -21,8 +21,9 @@ from streamfx.planner.optimizers import state_bytes
 from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import Limits
-from streamfx.planner.shards import checked_sharding
+from streamfx.planner.shards import Sharding, checked_sharding
 from streamfx.planner.step import Inputs, Step
+from streamfx.planner.tensors import check_plan
 
 
 def plan(
@@ -38,6 +39,7 @@ def plan(
     optimizer: str = "none",
     world: int = 1,
     shard: str = "ddp",
+    tensor: int = 1,
     context: int = 1,
     max_length: bool = False,
     max_batch: bool = False,
@@ -58,25 +60,28 @@ def plan(
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
     "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
     each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters.
-    `context` of them divide each sequence, and swap its rows for heads around attention (Ulysses). `host_memory` is what
-    inputs of stages may take that wait on a host, which 8 devices share. `noted` is told each prediction. Nothing is computed.
+    `tensor` of them cut layers as the plan of their configuration says, `context` divide each sequence, and swap its rows for
+    heads around attention (Ulysses). `host_memory` is what inputs of stages may take that wait on a host, which 8 devices share.
+    `noted` is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
     if host_memory is not None and (isinstance(host_memory, float) or host_memory == AUTO or not is_budget(host_memory)):
         raise PlanError(f"host_memory cannot be {host_memory!r}", do="give bytes, or a text like '1TiB'")
-    _check_counts(
-        seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1), context=(context, 1)
-    )
+    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1))
+    _check_counts(tensor=(tensor, 1), context=(context, 1))
     _check_search(memory, max_length, max_batch)
     given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
-    ranks = checked_sharding(world, shard, context)
-    _check_context(context, objective, inputs, seq)
+    ranks = checked_sharding(world, shard, tensor, context)
+    _check_rows(context, seq)
+    _check_divided(ranks, objective, inputs, lora_rank or quantize)
     with uncollected():
         made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    if context > 1:
-        check_heads(made, 1, context)
-    state = state_bytes(made, optimizer, ranks.holders)
+    if ranks.near > 1:
+        check_heads(made, tensor, context)
+    if tensor > 1:
+        check_plan(made)
+    state = state_bytes(made, optimizer, ranks)
     step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
     limits = Limits(
         None if memory is None else bytes_of(memory, here()),
@@ -110,15 +115,19 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
         )
 
 
-def _check_context(context: int, objective: str, inputs: Any, seq: int) -> None:
-    """Refuse what cannot be divided by rows: inputs that only their caller knows, and losses that look at rows of other ranks."""
-    if context == 1:
-        return
-    if inputs is not None or objective != "sft":
-        found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
-        raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
+def _check_rows(context: int, seq: int) -> None:
     if seq % context:
         raise PlanError(f"a sequence is divided among {context} devices", found=f"seq={seq}", do=f"give a multiple of {context}")
+
+
+def _check_divided(ranks: Sharding, objective: str, inputs: Any, changed: Any) -> None:
+    """Refuse what is cut by no plan or rows: models that were changed, inputs of one's own, losses that look at other rows."""
+    if ranks.context > 1 and (inputs is not None or objective != "sft"):
+        found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
+        raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
+    if ranks.tensor > 1 and (changed or objective != "sft"):
+        found = "adapters, or quantized weights" if changed else f"the objective {objective!r}"
+        raise PlanError("tensor cuts the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1")
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:

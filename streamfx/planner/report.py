@@ -62,6 +62,7 @@ class PlanReport:
             "seconds": self.device.seconds(found.flops, found.moved, found.launches) + self._waited(),
             "world": self.ranks.world,
             "shard": self.ranks.shard,
+            "tensor": self.ranks.tensor,
             "context": self.ranks.context,
             "host": self._host(),
             "wire": self._wire(),
@@ -153,9 +154,12 @@ class PlanReport:
 
     def _divided(self) -> str:
         ranks = self.ranks
-        if ranks.context > 1:
-            return f", each divided by {ranks.context} of {ranks.world} devices, {ranks.shard}"
-        return "" if ranks.world == 1 else f" on each of {ranks.world} devices, {ranks.shard}"
+        if ranks.world == 1:
+            return ""
+        cut = "" if ranks.tensor == 1 else f", layers cut by {ranks.tensor}"
+        if ranks.near == 1:
+            return f" on each of {ranks.world} devices, {ranks.shard}"
+        return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{cut}, sequences divided by {ranks.context}"
 
     def _waiting(self, host: dict[str, Any] | None) -> Iterator[str]:
         if host is not None:

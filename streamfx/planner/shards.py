@@ -12,7 +12,7 @@ Ranks that divide a sequence (`context.py`) hold parts of the same weights, as D
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from streamfx.errors import PlanError
 from streamfx.planner.context import sequences_divided
+from streamfx.planner.tensors import layers_cut
 from streamfx.torch_private.groups import has_ranks, imagined_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
@@ -28,10 +29,13 @@ DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a step is divided among `world` ranks: weights by `shard`, and each sequence among `context` of them."""
+    """How a step is divided among `world` ranks: layers are cut among `tensor` of them, which run the same rows; each sequence is
+    divided among `context`; and all ranks that hold the same part of layers divide weights by `shard`.
+    """
 
     world: int = 1
     shard: str = DDP
+    tensor: int = 1
     context: int = 1
 
     @property
@@ -39,9 +43,14 @@ class Sharding:
         return self.shard in (ZERO2, ZERO3)
 
     @property
+    def near(self) -> int:
+        """How many ranks, one beside the other, exchange rows while they compute."""
+        return self.tensor * self.context
+
+    @property
     def holders(self) -> int:
-        """Among how many ranks an optimizer's state is divided."""
-        return 1 if self.shard == DDP else self.world
+        """Among how many ranks an optimizer's state is divided, of those that hold the same part of layers."""
+        return 1 if self.shard == DDP else self.world // self.tensor
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -50,9 +59,18 @@ class Sharding:
 
     @contextmanager
     def divided(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model with its parameters divided, in place, as long as the ranks are there; alone it stays as it is."""
-        if self.world == 1:
+        """The model as one rank has it, in place, as long as the ranks are there; alone it stays as it is."""
+        with (
+            self.cut(model) as mesh,
+            nullcontext() if mesh is None else _with_parameters_of(model, mesh, self.divides_parameters),
+        ):
             yield model
+
+    @contextmanager
+    def cut(self, model: nn.Module) -> Iterator[Any]:
+        """The model with its layers cut and its sequences divided, and the mesh of ranks with the same weights; None if alone."""
+        if self.world == 1:
+            yield None
             return
         if has_ranks():
             raise PlanError(
@@ -63,29 +81,32 @@ class Sharding:
         from torch.distributed.device_mesh import init_device_mesh
 
         with imagined_ranks(self.world), ExitStack() as changed:
+            alike = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
+            if self.tensor > 1:
+                changed.enter_context(layers_cut(model, alike["tensor"]))
             if self.context > 1:
-                mesh = init_device_mesh("cpu", (self.world // self.context, self.context), mesh_dim_names=("data", "context"))
-                changed.enter_context(sequences_divided(model, mesh["context"].get_group(), self.context))
-            changed.enter_context(_with_parameters_of(model, init_device_mesh("cpu", (self.world,)), self.divides_parameters))
-            yield model
+                sizes = self.world // self.near, self.context, self.tensor
+                group = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor")).get_group("context")
+                changed.enter_context(sequences_divided(model, group, self.context))
+            yield alike["alike"]
 
 
 ALONE = Sharding()
 
 
-def checked_sharding(world: int, shard: Any, context: int = 1) -> Sharding:
+def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
     """A way that is known, of devices to divide among."""
     if shard not in SHARDS:
         raise PlanError(f"nothing is divided as {shard!r}", do=f"give one of {', '.join(SHARDS)}")
-    if world % context:
+    if world % (tensor * context):
         raise PlanError(
-            f"sequences are to be divided among {context} devices",
+            f"a step is divided among tensor={tensor} times context={context} devices",
             found=f"a world of {world}",
-            do=f"give a multiple of {context}",
+            do=f"give a multiple of {tensor * context}",
         )
     if world == 1 and shard != DDP:
         raise PlanError(f"{shard} divides a step among devices", found="a world of 1", do="say of how many, as --world 8")
-    return Sharding(world, shard, context)
+    return Sharding(world, shard, tensor, context)
 
 
 @contextmanager
@@ -97,24 +118,25 @@ def _with_parameters_of(model: nn.Module, mesh: Any, divided: bool) -> Iterator[
     known: dict[Tensor, nn.Parameter] = {}
     kept = []
     for module in list(model.modules()):
-        own = {name: value for name, value in module._parameters.items() if value is not None}
-        if not own:
+        held = {name: value for name, value in module._parameters.items() if value is not None}
+        if not held:
             continue
-        kept.append((module, module.__class__, own))
-        for name, value in own.items():
+        kept.append((module, module.__class__, held))
+        for name, value in held.items():
             if value not in known:
-                local = _part(value, mesh.size()) if divided else value.detach()
-                made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
+                own = own_part(value)
+                local = _part(own, mesh.size()) if divided else own.detach()
+                made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=own.shape, stride=own.stride())
                 known[value] = nn.Parameter(made, value.requires_grad)
             module._parameters[name] = known[value]
-        readers = {name: property(_reader(name)) for name in own}
+        readers = {name: property(_reader(name, value)) for name, value in held.items()}
         module.__class__ = type(type(module).__name__, (type(module),), readers)
     try:
         yield
     finally:
-        for module, kind, own in kept:
+        for module, kind, held in kept:
             module.__class__ = kind
-            module._parameters.update(own)
+            module._parameters.update(held)
 
 
 def _part(value: Tensor, world: int) -> Tensor:
@@ -123,8 +145,22 @@ def _part(value: Tensor, world: int) -> Tensor:
     return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
 
 
-def _reader(name: str) -> Callable[[nn.Module], Tensor]:
-    return lambda module: _whole(module._parameters[name])
+def own_part(value: Any) -> Tensor:
+    """This rank's part of a parameter that is cut among ranks; any other as it is."""
+    own: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return own
+
+
+def _reader(name: str, before: Any) -> Callable[[nn.Module], Tensor]:
+    """Reads a parameter as it was before it was divided: the whole, or the whole of this rank's part of what is cut."""
+    if not hasattr(before, "to_local"):
+        return lambda module: _whole(module._parameters[name])
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = before.device_mesh, before.placements, before.shape, before.stride()
+    return lambda module: DTensor.from_local(
+        _whole(module._parameters[name]), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _whole(parameter: Any) -> Tensor:
@@ -136,4 +172,4 @@ def _whole(parameter: Any) -> Tensor:
 
 def own_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor, or of this rank's part of it."""
-    return tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
+    return own_part(tensor).nbytes
