@@ -22,7 +22,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.passes.codegen.outer import RUN
 from streamfx.passes.codegen.put_back import computes
 from streamfx.passes.operators.collectives import is_wait, of_several
-from streamfx.torch_private.backends import takes_several
+from streamfx.torch_private.groups import takes_several
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Private interfaces of torch.distributed: how many ranks a group has that is known by name; ranks that are not there."""
+"""Private interfaces of torch.distributed: groups by their names, what their backends can do; ranks that are not there."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+COALESCING = frozenset({("nccl", "cuda"), ("gloo", "cpu"), ("xccl", "xpu"), ("fake", "cpu"), ("fake", "cuda")})  # 2.11, 2.13
+
+
+def group_called(name: str) -> Any:
+    """The process group of this name (2.11, 2.13)."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
+def takes_several(group: str, device: torch.device) -> bool:
+    """Whether a group, by its name, gathers and reduces several tensors of a device in one call (2.11, 2.13)."""
+    return (group_called(group)._get_backend(device).name(), device.type) in COALESCING
 
 
 def ranks_in(group: Any) -> int:
     """How many ranks are in a group, given by its name or as itself (2.11, 2.13)."""
-    return dist.get_world_size(_called(group) if isinstance(group, str) else group)
-
-
-def _called(name: Any) -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]  # 2.11, 2.13
+    return dist.get_world_size(group_called(group) if isinstance(group, str) else group)
 
 
 @contextmanager

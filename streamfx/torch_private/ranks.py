@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any
 
 import torch.distributed as dist
+
+from streamfx.torch_private.groups import group_called
 
 LIMIT = timedelta(minutes=10)  # for the others to compile as well
 
@@ -20,15 +21,8 @@ def ranks_of(group: str) -> Sequence[int]:
     """The ranks of a group by its name, in their order; none where no other process is there to read (2.11, 2.13)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
-    found = _group(group)
+    found = group_called(group)
     return () if dist.get_backend(found) == "fake" or dist.get_world_size(found) == 1 else dist.get_process_group_ranks(found)
-
-
-def _group(name: str) -> Any:
-    from torch.distributed import distributed_c10d  # 2.11, 2.13
-
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    return resolve(name)
 
 
 class Changed(Exception):
