@@ -27,7 +27,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.passes.codegen.waits import REDUCED
-from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_collective, is_reduced_over_ranks
+from streamfx.passes.operators.collectives import group_of, groups_of, is_all_reduce, is_collective, is_reduced_over_ranks
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
@@ -35,7 +35,6 @@ from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 Capture: TypeAlias = "Callable[[], Facts]"
 Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
 FAILED = "failed: "
-GROUPS = ("group", "group_name")  # what operators call the ranks that run them together
 SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
 DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
@@ -53,14 +52,14 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
     except Missing as error:
         raise RanksDiffer.without(error) from error
     except Exception as error:
-        for group in groups_of(capture().joint.graph):  # nobody is to wait for this rank
+        for group in groups_of(capture().joint.graph.nodes):  # nobody is to wait for this rank
             exchange(FAILED + told(error), group, waits=False)
         raise
 
 
 def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange, asked: str) -> Facts:
     facts = _rows_agreed(run, capture, exchange)
-    reduced = list(dict.fromkeys(str(node.args[2]) for node in rows_over_ranks(facts)))
+    reduced = groups_of(rows_over_ranks(facts))
     for group in reduced if len(reduced) > 1 else ():
         _raise_unless_same(exchange(said_of_weights(facts, group), group))
     for group in groups_of_weights(facts):
@@ -79,11 +78,11 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Ex
     """With the rows that are reduced over ranks where all of these ranks reduce them."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
-    groups = list(dict.fromkeys(str(node.args[2]) for node in rows))
+    groups = groups_of(rows)
     if not rows or (len(groups) == 1 and is_said_by_all(facts, groups[0], exchange)):
         return facts
     facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
-    if len(groups) > 1 or is_said_by_all(facts, groups[0], exchange):
+    if len(groups) != 1 or is_said_by_all(facts, groups[0], exchange):
         return facts
     return replace(facts, program=None, stands=STAND)
 
@@ -101,7 +100,7 @@ def groups_of_weights(facts: Facts) -> list[str]:
     """The groups over which weights are gathered and their gradients reduced."""
     found = facts.collectives
     stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
-    return list(dict.fromkeys(group for stretch in stretches for group in groups_of(stretch.graph)))
+    return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 
 
 def is_said_by_all(facts: Facts, group: str, exchange: Exchange) -> bool:
@@ -139,7 +138,7 @@ def said_of_weights(facts: Facts, group: str) -> str:
 def _of_weights(program: Program, group: str) -> list[list[fx.Node]]:
     """The collectives of a group between loops, by half."""
     halves = [half.graph for half in (program.forward, program.backward) if half is not None]
-    return [[node for node in graph.nodes if is_collective(node) and _is_of(node, group)] for graph in halves]
+    return [[node for node in graph.nodes if is_collective(node) and group_of(node) == group] for graph in halves]
 
 
 def sent_over(facts: Facts, group: str) -> str:
@@ -173,12 +172,7 @@ def _call(node: fx.Node, group: str) -> str:
     """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
     given: Any = list(bound_arguments(node).values())
     name = str(node.target).split(".")[1]  # with its wait or without
-    return f"{name} {fx.node.map_arg(given, _shown)}" if _is_of(node, group) else f"{name} of others"
-
-
-def _is_of(node: fx.Node, group: str) -> bool:
-    given = bound_arguments(node)
-    return any(given.get(name) == group for name in GROUPS)
+    return f"{name} {fx.node.map_arg(given, _shown)}" if group_of(node) == group else f"{name} of others"
 
 
 def _shown(node: fx.Node) -> str:

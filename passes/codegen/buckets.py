@@ -21,7 +21,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.codegen.outer import RUN
 from streamfx.passes.codegen.put_back import computes
-from streamfx.passes.operators.collectives import is_wait, of_several
+from streamfx.passes.operators.collectives import group_of, is_wait, of_several
 from streamfx.torch_private.groups import takes_several
 
 
@@ -92,8 +92,8 @@ def _kind(node: fx.Node) -> Any:
 def _as_one(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Write one collective in the place of the last of several."""
     target, last = of_several(bucket[0]), bucket[-1]
-    device, group = last.all_input_nodes[0].meta["val"].device, str(last.args[-1])
-    if len(bucket) == 1 or not takes_several(group, device):
+    device, group = last.all_input_nodes[0].meta["val"].device, group_of(last)
+    if len(bucket) == 1 or group is None or not takes_several(group, device):
         return
     made = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
     for position, node in enumerate(bucket):

@@ -6,10 +6,13 @@ By name: a torch without distributed packages does not have them.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
+from streamfx.ir.collectives import group_among
+from streamfx.ir.joint import bound_arguments
 from streamfx.passes.operators.traits import is_random
 from streamfx.runtime.collectives import ALL_REDUCE
 from streamfx.torch_private import OpOverload
@@ -78,10 +81,16 @@ def is_all_reduce(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() in ALL_REDUCES
 
 
-def groups_of(graph: fx.Graph) -> list[str]:
-    """The groups of ranks that a graph has collectives of, by name."""
-    found = (node.args[-1] for node in graph.nodes if (is_collective(node) or is_reduced_over_ranks(node)) and node.args)
-    return list(dict.fromkeys(group for group in found if isinstance(group, str)))
+def group_of(node: fx.Node) -> str | None:
+    """The ranks that run a collective together, by name; None of what has none (a wait), or one without a name."""
+    group = group_among(bound_arguments(node))
+    return group if isinstance(group, str) else None
+
+
+def groups_of(nodes: Iterable[fx.Node]) -> list[str]:
+    """The groups of the collectives among these nodes, each once."""
+    groups = (group_of(node) for node in nodes if is_collective(node))
+    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def has_unused_waits(graph: fx.Graph) -> bool:

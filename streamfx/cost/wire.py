@@ -19,6 +19,7 @@ from torch import fx
 
 from streamfx.cost.flops import arguments_by_name
 from streamfx.cost.nested import tensors_in
+from streamfx.ir.collectives import group_among
 from streamfx.torch_private import OpOverload, tree_map
 from streamfx.torch_private.groups import ranks_in
 from streamfx.torch_private.sizes import size_hint
@@ -64,7 +65,7 @@ def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     if name is None:
         return None
     given = arguments_by_name(target, args, kwargs)
-    ranks = given.get("group_size") or ranks_in(given.get("group_name", given.get("group")))
+    ranks = given.get("group_size") or ranks_in(group_among(given))
     kind = KIND_OF[name]
     whole = _bytes(result if kind == GATHERS else args[0])
     return Sent(kind, ranks, (2 if name == ALL_REDUCE else 1) * whole * (ranks - 1) // ranks)

@@ -1,4 +1,4 @@
-"""Collectives on weights, which no loop is to contain: what was taken off a joint graph, to be put back around its loops."""
+"""Collectives: which argument names their ranks; those on weights, which no loop is to contain, taken off a joint graph."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Any
 from torch import fx
 
 from streamfx.ir.stretch import Stretch
+
+GROUPS = ("group", "group_name")  # what operators call the ranks that run them together
+
+
+def group_among(arguments: Mapping[str, Any]) -> Any:
+    """Which of a collective's arguments, by name, is the group of its ranks; None where none is (a wait)."""
+    return next((arguments[name] for name in GROUPS if arguments.get(name) is not None), None)
 
 
 @dataclass(frozen=True)
