@@ -15,21 +15,17 @@ does a rank that would run the same collectives in another order than before: no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
-from typing import Any, TypeAlias
+from itertools import zip_longest
+from typing import TypeAlias
 
 from torch import fx
 
 from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import bound_arguments, is_tensor
-from streamfx.ir.program import Program
-from streamfx.passes.codegen.waits import REDUCED
-from streamfx.passes.operators.collectives import group_of, groups_of, is_all_reduce, is_collective, is_reduced_over_ranks
-from streamfx.runtime.collectives import begin
-from streamfx.runtime.loop import Loop
+from streamfx.passes.codegen.collective_order import order_between_loops, order_with_chunks, values_between_loops
+from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
@@ -61,10 +57,12 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchang
     facts = _rows_agreed(run, capture, exchange)
     reduced = groups_of(rows_over_ranks(facts))
     for group in reduced if len(reduced) > 1 else ():
-        _raise_unless_same(exchange(said_of_weights(facts, group), group))
+        _raise_unless_same(exchange(order_between_loops(facts, group), group))
     for group in groups_of_weights(facts):
         if group not in reduced:
-            _raise_unless_same(exchange(said_of_weights(facts, group), group, about=f"{asked}\n{sent_over(facts, group)}"))
+            _raise_unless_same(
+                exchange(order_between_loops(facts, group), group, about=f"{asked}\n{values_between_loops(facts, group)}")
+            )
     return facts
 
 
@@ -79,10 +77,10 @@ def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Ex
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = groups_of(rows)
-    if not rows or (len(groups) == 1 and is_said_by_all(facts, groups[0], exchange)):
+    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], exchange)):
         return facts
     facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
-    if len(groups) != 1 or is_said_by_all(facts, groups[0], exchange):
+    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], exchange):
         return facts
     return replace(facts, program=None, stands=STAND)
 
@@ -103,9 +101,9 @@ def groups_of_weights(facts: Facts) -> list[str]:
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
 
 
-def is_said_by_all(facts: Facts, group: str, exchange: Exchange) -> bool:
+def is_same_on_all_ranks(facts: Facts, group: str, exchange: Exchange) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
-    texts = exchange(said(facts, group), group)
+    texts = exchange(order_with_chunks(facts, group), group)
     _raise_failed(texts)
     return len(set(texts)) == 1
 
@@ -121,59 +119,3 @@ def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="nothing more")
     return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))
-
-
-def said(facts: Facts, group: str) -> str:
-    """Which collectives a program runs, in which order; in a loop with its chunks, and what a chunk has of each value."""
-    return "\n".join(_lines(facts.program, group)) if facts.program is not None else "as it stands"
-
-
-def said_of_weights(facts: Facts, group: str) -> str:
-    """Which collectives of a group a program runs, and in which order: nothing that depends on lengths, or on other groups."""
-    if facts.program is None:
-        return "as it stands"
-    return "\n".join(_call(node, group) for half in _of_weights(facts.program, group) for node in half)
-
-
-def _of_weights(program: Program, group: str) -> list[list[fx.Node]]:
-    """The collectives of a group between loops, by half."""
-    halves = [half.graph for half in (program.forward, program.backward) if half is not None]
-    return [[node for node in graph.nodes if is_collective(node) and group_of(node) == group] for graph in halves]
-
-
-def sent_over(facts: Facts, group: str) -> str:
-    """What a program sends over a group, in whatever order and however many at once."""
-    if facts.program is None:
-        return "as it stands"
-    return "\n\n".join("\n".join(sorted(chain(*map(_parts, half)))) for half in _of_weights(facts.program, group))
-
-
-def _parts(node: fx.Node) -> list[str]:
-    """A collective of several values as one of each."""
-    name, (given, *others) = str(node.target).split(".")[1], bound_arguments(node).values()
-    values = given if isinstance(given, (list, tuple)) else [given]
-    return [f"{name.removesuffix('_coalesced')} {_shown(value)} {others}" for value in values]
-
-
-def _lines(program: Program, group: str) -> Iterator[str]:
-    for name, half in (("forward", program.forward), ("backward", program.backward)):
-        yield name
-        for node in half.graph.nodes if half is not None else ():
-            loop = half.get_submodule(str(node.target)) if node.op == "call_module" else None  # type: ignore[union-attr]
-            if isinstance(loop, Loop):
-                reduced = [str(inner.meta[REDUCED]) for inner in loop.spec.body.graph.nodes if inner.target is begin]
-                order = "backwards" if loop.spec.reverse else "forwards"
-                yield from (f"  {order} {loop.spec.chunk_size} of {loop.spec.length}", *reduced) if reduced else ()
-            elif is_collective(node):
-                yield f"  {_call(node, group)}"
-
-
-def _call(node: fx.Node, group: str) -> str:
-    """What a collective of these ranks is given; those of other groups have names and sizes of their own on each rank."""
-    given: Any = list(bound_arguments(node).values())
-    name = str(node.target).split(".")[1]  # with its wait or without
-    return f"{name} {fx.node.map_arg(given, _shown)}" if group_of(node) == group else f"{name} of others"
-
-
-def _shown(node: fx.Node) -> str:
-    return f"{node.meta['val'].dtype} {list(node.meta['val'].shape)}" if is_tensor(node) else "_"

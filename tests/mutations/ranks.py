@@ -81,7 +81,7 @@ ROWS = (
         "ranks",
         "ranks do not compare what they run between loops",
         "streamfx/agreement.py",
-        "if len(groups) != 1 or is_said_by_all(facts, groups[0], exchange):",
+        "if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], exchange):",
         "if facts:",
         ("test_ranks_agree.py::test_ranks_that_differ_in_both_run_the_graph_as_it_stands",),
     ),
@@ -89,8 +89,8 @@ ROWS = (
         "ranks",
         "ranks of the first of several groups agree for all",
         "streamfx/agreement.py",
-        "(len(groups) == 1 and is_said_by_all(facts, groups[0], exchange))",
-        "is_said_by_all(facts, groups[0], exchange)",
+        "(len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], exchange))",
+        "is_same_on_all_ranks(facts, groups[0], exchange)",
         ("test_ranks_agree.py::test_ranks_of_several_groups_reduce_between_loops",),
     ),
     Mutation(
@@ -120,7 +120,7 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks do not say how large their chunks are",
-        "streamfx/agreement.py",
+        "passes/codegen/collective_order.py",
         "{order} {loop.spec.chunk_size} of",
         "{order} of",
         ("test_ranks_agree.py::test_what_ranks_say_tells_chunks_and_order",),
@@ -128,9 +128,9 @@ ROWS = (
     Mutation(
         "ranks",
         "ranks do not say what they reduce in a loop",
-        "streamfx/agreement.py",
-        '{loop.spec.length}", *reduced)',
-        '{loop.spec.length}",)',
+        "passes/codegen/collective_order.py",
+        "        yield from reduced\n",
+        "",
         ("test_ranks_agree.py::test_what_ranks_say_tells_chunks_and_order",),
     ),
     Mutation(
@@ -256,7 +256,7 @@ ROWS = (
     Mutation(
         "ranks",
         "collectives of other groups are compared",
-        "streamfx/agreement.py",
+        "passes/codegen/collective_order.py",
         "if group_of(node) == group else",
         "if True else",
         ("test_ranks_agree.py::test_names_of_other_groups_are_not_compared",),
@@ -273,8 +273,8 @@ ROWS = (
         "ranks",
         "what ranks say of weights follows from lengths",
         "streamfx/agreement.py",
-        "exchange(said_of_weights(facts, group), group, about",
-        "exchange(said(facts, group), group, about",
+        "exchange(order_between_loops(facts, group), group, about",
+        "exchange(order_with_chunks(facts, group), group, about",
         ("test_ranks_agree.py::test_what_ranks_say_of_weights_is_the_same_for_all_lengths",),
     ),
     Mutation(

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from streamfx.agreement import said
 from streamfx.backend import Compilation
 from streamfx.ir.facts import Facts, known
 from streamfx.options import resolved
+from streamfx.passes.codegen.collective_order import order_with_chunks
 from streamfx.runtime.collectives import begin
 from streamfx.torch_private.dynamo import raised_as_itself
 from tests.support.cut_by_hand import CutDecoder
@@ -69,4 +69,4 @@ def reductions(facts: Facts) -> list[int]:
 
 def text_of_ranks(facts: Facts) -> str:
     """What this rank tells the others."""
-    return said(facts, everybody().group_name)
+    return order_with_chunks(facts, everybody().group_name)
