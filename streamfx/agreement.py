@@ -26,6 +26,7 @@ from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
 from streamfx.passes.codegen.collective_order import order_between_loops, order_with_chunks, values_between_loops
 from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
+from streamfx.ranks_differ import failed_elsewhere, nothing_from_others, other_collectives, other_order_than_before
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
@@ -44,9 +45,9 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
     except RanksDiffer:
         raise
     except Changed as error:
-        raise RanksDiffer.by_lengths(str(error)) from error
+        raise other_order_than_before(str(error)) from error
     except Missing as error:
-        raise RanksDiffer.without(error) from error
+        raise nothing_from_others(error) from error
     except Exception as error:
         for group in groups_of(capture().joint.graph.nodes):  # nobody is to wait for this rank
             exchange(FAILED + told(error), group, waits=False)
@@ -69,7 +70,7 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchang
 def _raise_unless_same(texts: Sequence[str]) -> None:
     _raise_failed(texts)
     if len(set(texts)) > 1:
-        raise RanksDiffer.in_order(*_first_difference(texts))
+        raise other_collectives(*_first_difference(texts))
 
 
 def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
@@ -111,7 +112,7 @@ def is_same_on_all_ranks(facts: Facts, group: str, exchange: Exchange) -> bool:
 def _raise_failed(texts: Sequence[str]) -> None:
     failed = next((text for text in texts if text.startswith(FAILED)), None)
     if failed is not None:
-        raise RanksDiffer.elsewhere(failed.removeprefix(FAILED))
+        raise failed_elsewhere(failed.removeprefix(FAILED))
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:

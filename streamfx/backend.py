@@ -33,6 +33,7 @@ from streamfx.passes.operators.collectives import has_collectives, has_unused_wa
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole
+from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
 from streamfx.report.products import show_product
 from streamfx.report.reasons import tell_of_whole_graph
@@ -282,7 +283,7 @@ class Compilation:
             if self.options.strict:
                 raise
             if has_collectives(capture().joint.graph):
-                raise RanksDiffer.after(error) from error
+                raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         self.found(facts)

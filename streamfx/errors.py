@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from textwrap import shorten
 from types import MappingProxyType
 
-OTHERWISE = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
 LONGEST = 300  # letters of what another's error says
 
 
@@ -70,49 +69,6 @@ class RanksDiffer(StreamFXError, RuntimeError):
     Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
     one for ever, or be handed other values than they asked for.
     """
-
-    @staticmethod
-    def after(error: BaseException) -> RanksDiffer:
-        """What is raised where the analysis has failed with an error."""
-        return RanksDiffer(
-            "all ranks have to run the same collectives, and this rank could not analyse a graph that has some",
-            found=told(error),
-            do=OTHERWISE,
-        )
-
-    @staticmethod
-    def elsewhere(found: str) -> RanksDiffer:
-        """What is raised where another rank has failed with an error."""
-        return RanksDiffer(
-            "all ranks have to run the same collectives, and another rank could not analyse this graph", found, do=OTHERWISE
-        )
-
-    @staticmethod
-    def in_order(rank: int, first: str, other: str) -> RanksDiffer:
-        """What is raised where ranks would run other collectives, or in another order."""
-        return RanksDiffer(
-            "all ranks have to run the same collectives in the same order",
-            found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-            do="give all ranks the same options: save, keep_every and reshard, and a memory_budget only if it is the same",
-        )
-
-    @staticmethod
-    def by_lengths(before: str) -> RanksDiffer:
-        """What is raised where a rank would run the same collectives in another order than before."""
-        return RanksDiffer(
-            "the collectives on weights have one order, whatever the lengths, so that ranks may have lengths of their own",
-            found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
-            do="give each call sequences of two tokens at least, and all calls as many (drop_last=True of a DataLoader)",
-        )
-
-    @staticmethod
-    def without(error: BaseException) -> RanksDiffer:
-        """What is raised where other ranks do not say what they run."""
-        return RanksDiffer(
-            "ranks that reduce rows have to compile the same graphs in the same order, so that they can compare them",
-            found=str(error),
-            do="see that all ranks call the model with inputs of the same sizes, and with the same code around it",
-        )
 
 
 class NotTraced(StreamFXError, RuntimeError):

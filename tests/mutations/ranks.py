@@ -289,7 +289,7 @@ ROWS = (
         "ranks",
         "a rank changes the order of its collectives",
         "streamfx/agreement.py",
-        "        raise RanksDiffer.by_lengths(str(error)) from error\n",
+        "        raise other_order_than_before(str(error)) from error\n",
         "        return run(capture)\n",
         ("test_ranks_agree.py::test_a_rank_keeps_to_an_order_that_was_agreed_on",),
     ),
