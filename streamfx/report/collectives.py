@@ -25,17 +25,21 @@ def taken_off(facts: Facts) -> Iterator[str]:
         yield f"gradient of {trained[position].name} = {_chain(stretch)}"
 
 
-def put_back(facts: Facts) -> Iterator[str]:
+def halves_after_put_back(facts: Facts) -> Iterator[str]:
     """Both halves, with collectives between loops."""
-    yield from _halves(facts) if facts.collectives is not None else ("no collective was taken off",)
+    yield from _halves(facts, otherwise="no collective was taken off")
 
 
-def as_one(facts: Facts) -> Iterator[str]:
+def halves_after_buckets(facts: Facts) -> Iterator[str]:
     """Both halves, with those collectives as one that stand between the same loops."""
-    yield from _halves(facts) if facts.collectives is not None else ("no collectives run as one",)
+    yield from _halves(facts, otherwise="no collectives run as one")
 
 
-def _halves(facts: Facts) -> Iterator[str]:
+def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
+    """Both halves of a program that ranks run together; `otherwise` is said of a graph without collectives on weights."""
+    if facts.collectives is None:
+        yield otherwise
+        return
     if facts.program is None:
         return
     values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]

@@ -14,7 +14,7 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.letters import Letters
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
-from streamfx.report.collectives import as_one, put_back, taken_off
+from streamfx.report.collectives import halves_after_buckets, halves_after_put_back, taken_off
 from streamfx.report.listing import Known, call_text, chunk_text, dtype_text, program_lines, shape_text
 from streamfx.runtime.mask_programs import MaskProgram
 from streamfx.runtime.recurrences import Recurrence
@@ -262,9 +262,9 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss gradient": _loss_gradient,
     "plan": _plan,
     "rewrite": _program,
-    "put back": put_back,
+    "put back": halves_after_put_back,
     "fit": _fit,
-    "buckets": as_one,
+    "buckets": halves_after_buckets,
     "visibility": _masks,
     "lower": _bodies,
 }

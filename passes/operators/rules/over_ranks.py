@@ -1,6 +1,6 @@
 """A value reduced over ranks: each of its elements is made of the same element of all ranks, so that rows stay rows.
 
-That the other ranks run the same chunks is not the rule's matter: they compare before they run (`codegen/agreement.py`).
+That the other ranks run the same chunks is not the rule's matter: they compare before they run (`streamfx/agreement.py`).
 """
 
 from __future__ import annotations
