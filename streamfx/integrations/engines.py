@@ -46,7 +46,7 @@ def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
         return model.module, "DataParallel"
     engine: Any = getattr(sys.modules.get(DEEPSPEED[0]), DEEPSPEED[1], None)
     if isinstance(engine, type) and isinstance(model, engine):
-        return model.module, "DeepSpeedEngine"  # type: ignore[return-value]
+        return model.get_submodule("module"), "DeepSpeedEngine"
     inner = model._modules.get(FABRIC)
     return None if inner is None else (inner, f"a wrapper of {type(model).__module__.partition('.')[0]}")
 

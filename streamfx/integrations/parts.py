@@ -98,7 +98,7 @@ class Part:
     def install(self) -> None:
         self._refused = let_trace(self.module)
         if self.within_hooks:
-            self.module.forward = self._installed  # type: ignore[method-assign]
+            self.module.__dict__["forward"] = self._installed
         else:
             self.module._compiled_call_impl = self._installed
 
@@ -109,7 +109,7 @@ class Part:
         if not self.within_hooks:
             self.module._compiled_call_impl = None
         elif self._had:
-            self.module.forward = self._before  # type: ignore[method-assign]
+            self.module.__dict__["forward"] = self._before
         else:
             del self.module.__dict__["forward"]
 

@@ -117,10 +117,11 @@ class _Half:
     def sent(self) -> Iterable[tuple[str, Sent]]:
         """What stands between loops, and the loop for which it is sent: where no value tells, the last one in front of it."""
         before = next(iter(self.loops.values()), "")
+        first_user = {node: self.loops[user] for node, user in self.used_by.items()}
         for node in self.module.graph.nodes:
             before = self.loops.get(node, before)
             if (sent := sent_by_node(node)) is not None:
-                used, made = self.loops.get(self.used_by.get(node)), self.made_by.get(node)  # type: ignore[arg-type]
+                used, made = first_user.get(node), self.made_by.get(node)
                 yield (used or made if sent.kind == GATHERS else made or used) or before, sent
 
     def early(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def begin(x: Tensor, op: str, group: str) -> Tensor:
     """What will hold the result. Where there are no rows there are none on any rank, and nothing is sent."""
     if not x.numel():
         return torch.empty_like(x)
-    return torch.ops._c10d_functional.all_reduce.default(x, op, group)  # type: ignore[no-any-return]
+    return torch.ops._c10d_functional.all_reduce.default(x, op, group)
 
 
 def end(x: Tensor) -> Tensor:

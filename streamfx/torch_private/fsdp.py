@@ -31,7 +31,7 @@ def is_fsdp_wrapper(module: nn.Module) -> bool:
 
 def inside_of_wrapper(wrapper: Any) -> nn.Module:
     """The module that FSDP1's wrapper calls (2.11, 2.13)."""
-    return wrapper._fsdp_wrapped_module  # type: ignore[no-any-return]
+    return wrapper._fsdp_wrapped_module
 
 
 def let_trace(module: nn.Module) -> list[nn.Module]:
@@ -42,14 +42,14 @@ def let_trace(module: nn.Module) -> list[nn.Module]:
     """
     refused = [part for part in module.modules() if part.__dict__.get(ORIGINAL) is False]
     for part in refused:
-        part._fsdp_use_orig_params = True  # type: ignore[assignment]
+        part.__dict__[ORIGINAL] = True
     return refused
 
 
 def refuse_again(modules: list[nn.Module]) -> None:
     """Undo `let_trace`."""
     for part in modules:
-        part._fsdp_use_orig_params = False  # type: ignore[assignment]
+        part.__dict__[ORIGINAL] = False
 
 
 def frees_weights(owner: Any) -> bool:
