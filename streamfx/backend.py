@@ -256,8 +256,7 @@ class Compilation:
         return True
 
     def found(self, facts: Facts) -> None:
-        """Keep the facts of a graph, say what they are where somebody listens, and have calls that are longer than those that
-        its plan was shown to hold for planned anew."""
+        """Keep and log the facts of a graph; have calls that are longer than its plan was shown to hold for planned anew."""
         self.facts.append(facts)
         log_brief(facts)
         if facts.lengths:
