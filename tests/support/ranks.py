@@ -1,7 +1,12 @@
-"""Runs a function on several processes that talk by gloo, with a time limit."""
+"""Runs a function on several processes that talk by gloo, with a time limit.
+
+The processes are forked from one that has imported torch and compiled a model (`ranks_begin.py`), and that lives as long as the
+process that runs the tests: so a call does not pay for that again, and no call finds what another one has left behind.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
 import traceback
@@ -12,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
+BEGIN = "tests.support.ranks_begin"  # what the process has imported that all ranks are forked from
 LIMIT = 60.0  # seconds that a rank waits for others
 ALL = 240.0  # seconds, on a machine that does other things
 
@@ -22,16 +28,18 @@ class RankFailed(Exception):
     """A process raised an error, or did not end in time."""
 
 
-def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2) -> list[Any]:
+def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, limit: float = ALL) -> list[Any]:
     """`function(rank, *arguments)` of each rank, all at once; the process group is there when it is called."""
+    multiprocessing.set_forkserver_preload([BEGIN])
     with tempfile.TemporaryDirectory() as folder:
-        processes = start_processes(_run, (world, folder, function, arguments), nprocs=world, join=False, start_method="spawn")
-        end = time.monotonic() + ALL
+        given = (world, folder, function, arguments)
+        processes = start_processes(_run, given, nprocs=world, join=False, start_method="forkserver")
+        end = time.monotonic() + limit
         try:
             while not processes.join(timeout=0.2):
                 if time.monotonic() > end:
-                    raise RankFailed(f"not all of {world} ranks have ended after {ALL} seconds")
-        except ProcessRaisedException as error:
+                    raise RankFailed(f"not all of {world} ranks have ended after {limit} seconds")
+        except ProcessException as error:
             raise RankFailed(str(error)) from None
         finally:
             for process in processes.processes:
