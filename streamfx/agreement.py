@@ -8,9 +8,11 @@ where it is still not the same, all of them run the graph as it stands.
 
 Lengths are not compared: eager's own reduction asks that they are the same on all ranks, in each call.
 
-Collectives on weights have no rows: ranks may have sequences of other lengths, and compile again in other steps. So for a group
-that has only such collectives ranks compare what they have not yet agreed on, and raise an error where that is not the same. So
-does a rank that would run the same collectives in another order than before: no other could tell which of both it runs.
+Collectives on weights have no rows, and rows that are exchanged between loops are as many as a rank has: ranks may have sequences
+of other lengths, and compile again in other steps. What is exchanged, and made again in the backward half, follows from the graph
+and the options, not from sizes. So for a group that has only such collectives ranks compare what they have not yet agreed on, and
+raise an error where that is not the same. So does a rank that would run the same collectives in another order than before: no
+other could tell which of both it runs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
 from streamfx.passes.codegen.collective_order import order_between_loops, order_with_chunks, values_between_loops
 from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
+from streamfx.passes.operators.traits import producer_of
+from streamfx.passes.partition.between import Between
 from streamfx.ranks_differ import failed_elsewhere, nothing_from_others, other_collectives, other_order_than_before
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
@@ -59,7 +63,7 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchang
     reduced = groups_of(rows_over_ranks(facts))
     for group in reduced if len(reduced) > 1 else ():
         _raise_unless_same(exchange(order_between_loops(facts, group), group))
-    for group in groups_of_weights(facts):
+    for group in dict.fromkeys((*groups_of_weights(facts), *groups_of_exchanges(facts))):
         if group not in reduced:
             _raise_unless_same(
                 exchange(order_between_loops(facts, group), group, about=f"{asked}\n{values_between_loops(facts, group)}")
@@ -100,6 +104,14 @@ def groups_of_weights(facts: Facts) -> list[str]:
     found = facts.collectives
     stretches = () if found is None else (*(gather.stretch for gather in found.gathers.values()), *found.reductions.values())
     return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
+
+
+def groups_of_exchanges(facts: Facts) -> list[str]:
+    """The groups over which rows are exchanged between loops."""
+    if facts.found_demand is None or facts.axes.sequence is None:
+        return []
+    exchanged = {producer_of(node) for node in Between(facts).nodes}
+    return groups_of(node for node in facts.joint.graph.nodes if node in exchanged)
 
 
 def is_same_on_all_ranks(facts: Facts, group: str, exchange: Exchange) -> bool:

@@ -11,10 +11,12 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
+from streamfx.passes.codegen.outer import TRACED
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import group_of, is_collective
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.loop import Loop
+from streamfx.torch_private.lines import source_line
 
 AS_IT_STANDS = "as it stands"  # said of a graph without a program
 
@@ -25,24 +27,38 @@ def order_with_chunks(facts: Facts, group: str) -> str:
 
 
 def order_between_loops(facts: Facts, group: str) -> str:
-    """Which collectives of a group a program runs between loops, and in which order: nothing that depends on lengths, or on
-    other groups."""
+    """Which collectives of a group run between loops, and in which order: nothing that depends on lengths, or on other groups.
+
+    What is in the traced graph is told by its number there, what was put around its loops by what it is given.
+    """
+    numbers = _numbers(facts, group)
     if facts.program is None:
-        return AS_IT_STANDS
-    return "\n".join(_call(node, group) for half in _between_loops(facts.program, group) for node in half)
+        return "\n".join((AS_IT_STANDS, *numbers.values()))
+    halves = _between_loops(facts.program, group)
+    return "\n".join(numbers.get(node.meta.get(TRACED, "")) or _call(node, group) for half in halves for node in half)
 
 
 def values_between_loops(facts: Facts, group: str) -> str:
-    """Which values a program sends over a group between loops, in whatever order and however many at once."""
-    if facts.program is None:
-        return AS_IT_STANDS
-    return "\n\n".join("\n".join(sorted(chain(*map(_values_sent, half)))) for half in _between_loops(facts.program, group))
+    """Which values are sent over a group between loops, in whatever order, however many at once, and however often."""
+    halves = _between_loops(facts.program, group) if facts.program is not None else []
+    weights = [sorted(chain(*(_values_sent(node) for node in half if TRACED not in node.meta))) for half in halves]
+    numbers = _numbers(facts, group)
+    traced = [f"{numbers[node.name]} {source_line(node)}" for node in facts.joint.graph.nodes if node.name in numbers]
+    return "\n\n".join("\n".join(part) for part in (*weights, traced))
 
 
 def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
     """The collectives of a group between loops, by half."""
-    halves = [half.graph for half in (program.forward, program.backward) if half is not None]
-    return [[node for node in graph.nodes if is_collective(node) and group_of(node) == group] for graph in halves]
+    return [_of_group(half.graph, group) for half in (program.forward, program.backward) if half is not None]
+
+
+def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_collective(node) and group_of(node) == group]
+
+
+def _numbers(facts: Facts, group: str) -> dict[str, str]:
+    """By name, the number of each collective of a group among those of the traced graph."""
+    return {node.name: f"{_name(node)} number {i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
 
 
 def _values_sent(node: fx.Node) -> list[str]:

@@ -28,6 +28,7 @@ from streamfx.runtime.scans import carry_type
 from streamfx.runtime.sizes import SizeOf
 
 aten = torch.ops.aten
+TRACED = "streamfx_traced"  # in the `meta` of an operator that runs whole: its name in the joint graph
 RUN = "streamfx_run"  # in an outer node's `meta`: the number of the region that it belongs to
 CHUNKS_OF_TWO_SIZES = "{target} carries a state through chunks, and its two halves have chunks of different sizes"
 
@@ -85,7 +86,7 @@ class OuterBuilder:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._taken_by(node))
         made = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
-        made.meta = {**node.meta, RUN: self.runs}
+        made.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
         self.env[node] = made
         for user in node.users:
             if is_part(user) and user not in self.env and is_tensor(user):

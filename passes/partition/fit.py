@@ -26,6 +26,7 @@ from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
+from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import gradient_bytes, tokens
 from streamfx.passes.partition.plan import Plan
 
@@ -127,6 +128,9 @@ class _Search:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
         count = len(self.facts.stages)
         save = "inputs" if self.options.save == "auto" else self.options.save
+        if Between(self.facts).exchanges:  # what ranks exchange, and when, must not follow from one rank's bytes
+            yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
+            return
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
             yield from self.keeping_more(every[0])

@@ -14,6 +14,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan
 from streamfx.options import Options
+from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.saving import kept_values
 
@@ -26,12 +27,15 @@ class Plan:
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
+        between = Between(facts)
+        kept = self.kept(facts, between)
         plan = ChunkPlan(
             chunk_sizes=chunk_sizes(facts, self.options),
-            kept=self.kept(facts),
+            kept=kept,
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),
             offloaded=self.offloaded(facts),
+            again=between.made_again(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
@@ -49,18 +53,22 @@ class Plan:
             return None
         return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
 
-    def kept(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+    def kept(self, facts: Facts, between: Between) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; where it is left open and there is no budget, results of attention while they are small.
 
-        Not where ranks run collectives: their sequences may differ in length, and what they gather must not.
+        Not where ranks run collectives: their sequences may differ in length, and what they gather, and when, must not.
         """
 
         def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
-            return tuple(kept_values(stage, facts, level) for stage in facts.stages)
+            own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
+            if level == "inputs":
+                return own
+            beside = between.asked_for(facts.stages, own)
+            return tuple((*nodes, *others) for nodes, others in zip(own, beside, strict=True))
 
         if self.options.save != "auto":
             return at(self.options.save)
-        results, is_alone = at("attention"), facts.collectives is None
+        results, is_alone = at("attention"), facts.collectives is None and not between.exchanges
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
         return results if keeps else at("inputs")
 

@@ -3,7 +3,7 @@
 Each level keeps what the ones before it keep:
 
 * inputs: nothing beside what enters the stage, or the first layer where it is a sum over ranks;
-* attention: results and log-sum-exps of fused attention;
+* attention: results and log-sum-exps of fused attention, and what is made between loops (`between.py`);
 * projections: results of the products up to the narrowest place after the attention, and what is alive there. On most
   decoders these are queries, keys and values as their products make them, and the residual stream between attention and MLP;
 * products: results of all products: what is left to the backward half is element by element.

@@ -1,7 +1,7 @@
 """Where is it cheapest to cut?
 
-Between two attentions the forward half is cut where the fewest bytes of computed sequence values are alive: on a plain
-decoder that is the residual stream. One more cut stands before the loss. The backward half is cut where nothing of the
+Between two attentions, in loops or whole, the forward half is cut where the fewest bytes of computed sequence values are alive:
+on a plain decoder that is the residual stream. One more cut stands before the loss. The backward half is cut where nothing of the
 stage just left is used any more, again where the fewest bytes are alive: there the live set is the gradient of the cut
 values.
 
@@ -15,7 +15,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -24,7 +24,8 @@ from streamfx.ir.joint import ancestors, is_tensor
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
-from streamfx.passes.operators.traits import is_expensive, is_moved_elements
+from streamfx.passes.operators.traits import is_expensive, is_moved_elements, producer_of
+from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.sinking import sunk
 from streamfx.passes.partition.stage_names import stage_names
 
@@ -50,6 +51,7 @@ class _Cutter:
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
+        self.between = Between(facts)
         self.forward = [node for node in joint.nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
@@ -91,6 +93,10 @@ class _Cutter:
     def is_in_loop(self, node: fx.Node) -> bool:
         return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.demand.forms.get(node, ()))
 
+    def is_alive(self, node: fx.Node) -> bool:
+        """Whether a value takes memory of its own from where it is made to where it is read last."""
+        return self.is_streamed(node) or node in self.between.long
+
     def forward_cuts(self) -> list[int]:
         """Positions after which the forward half is cut."""
         live = self.live_bytes(self.forward, self.position, self.outputs)
@@ -117,10 +123,12 @@ class _Cutter:
     def attention_intervals(self) -> list[tuple[int, int]]:
         """First and last position of each attention of the forward half, overlapping ones merged."""
         intervals = []
-        seen: dict[int, list[int]] = {}
+        seen: dict[Any, list[int]] = {}
         for node, span in self.causality.spans.items():
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(id(span), []).append(self.position[node])
+        for node in self.between.attentions:
+            seen.setdefault(producer_of(node), []).append(self.position[node])
         for positions in seen.values():
             intervals.append((min(positions), max(positions)))
         merged: list[tuple[int, int]] = []
@@ -140,7 +148,7 @@ class _Cutter:
         return None
 
     def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
-        """Bytes of streamed values alive after each position; what is stored anyway costs nothing."""
+        """Bytes of sequence values alive after each position; what is stored anyway costs nothing."""
         change = [0] * (len(nodes) + 1)
         free = set(free)
         for node in nodes:
@@ -150,7 +158,7 @@ class _Cutter:
                     change[position[node]] += UNCUTTABLE
                     change[max(parts)] -= UNCUTTABLE
                 continue
-            if not self.is_streamed(node):
+            if not self.is_alive(node):
                 continue
             last = max((position[user] for user in node.users if user in position), default=position[node])
             if last > position[node]:
@@ -173,6 +181,8 @@ class _Cutter:
         form = self.demand.form(node)
         if form in (Form.PAIR, Form.KEYSUM):
             return UNCUTTABLE
+        if node in self.between.long:
+            return 1 if is_stored else self.between.bytes_of(node)
         if form is not Form.ROWS or is_stored:
             return 0 if form is not Form.ROWS else 1
         return max(1, self.bytes_of_rows(node))
@@ -205,7 +215,7 @@ class _Cutter:
         used: list[list[int]] = [[] for _ in range(count)]
         for node in self.backward:
             for source in node.all_input_nodes:
-                if source in stage_of and source not in kept and self.is_streamed(source):
+                if source in stage_of and source not in kept and self.is_alive(source):
                     used[stage_of[source]].append(position[node])
         live = self.live_bytes(self.backward, position)
         bounds = [0]

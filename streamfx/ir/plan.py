@@ -67,8 +67,8 @@ class ChunkPlan:
     """`chunk_sizes` in rows of the sequence, values `kept` beside the stage's outputs, and outputs that are not kept, by stage.
 
     Sums over chunks of low-precision numbers grow in float32, but for those that are `narrow`. What is `dropped` is made again
-    from the boundary before it, by the same forward loops, when the backward half gets there. What is `offloaded` waits on the
-    host until then.
+    from the boundary before it, by the same forward loops, when the backward half gets there; what is made between loops, and is
+    to be made `again`, from what enters its stage. What is `offloaded` waits on the host until then.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]
@@ -76,10 +76,11 @@ class ChunkPlan:
     narrow: frozenset[fx.Node] = frozenset()
     dropped: tuple[tuple[fx.Node, ...], ...] = ()
     offloaded: tuple[tuple[fx.Node, ...], ...] = ()
+    again: frozenset[fx.Node] = frozenset()
 
     def is_dropped(self, node: fx.Node) -> bool:
-        """Whether a value at a cut is made again rather than kept."""
-        return node in self._all_dropped
+        """Whether a value of the forward half is made again rather than kept."""
+        return node in self._all_dropped or node in self.again
 
     @cached_property
     def _all_dropped(self) -> frozenset[fx.Node]:
