@@ -25,7 +25,7 @@ class Options:
     chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
     loss_chunk_size: the same for the stage that holds the head and the loss.
     save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
-        fused attention too, so that it is not run twice), "projections" (queries, keys, values and the residual stream after the
+        fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and the residual stream after the
         attention, too), "products" (results of all matrix products: nothing but element-wise work is repeated), "auto"
         (results of attention while they take at most half of what the model and its gradients take; with a budget, what the
         plan chooses).
