@@ -25,10 +25,10 @@ class Options:
     chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
     loss_chunk_size: the same for the stage that holds the head and the loss.
     save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
-        fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and the residual stream after the
-        attention, too), "products" (results of all matrix products: nothing but element-wise work is repeated), "auto"
-        (results of attention while they take at most half of what the model and its gradients take; with a budget, what the
-        plan chooses).
+        fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and the
+        residual stream after the attention, too), "products" (results of all matrix products: nothing but element-wise work is
+        repeated), "auto" (results of attention while they take at most half of what the model and its gradients take; with a
+        budget, what the plan chooses).
     keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are made
         again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
     memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", a share of the device's

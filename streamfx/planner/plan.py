@@ -65,10 +65,9 @@ def plan(
     `noted` is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
-    if host_memory is not None and (isinstance(host_memory, float) or host_memory == AUTO or not is_budget(host_memory)):
-        raise PlanError(f"host_memory cannot be {host_memory!r}", do="give bytes, or a text like '1TiB'")
-    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1), world=(world, 1))
-    _check_counts(tensor=(tensor, 1), context=(context, 1))
+    _check_host_memory(host_memory)
+    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1))
+    _check_counts(world=(world, 1), tensor=(tensor, 1), context=(context, 1))
     _check_search(memory, max_length, max_batch)
     given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
     ranks = checked_sharding(world, shard, tensor, context)
@@ -77,10 +76,7 @@ def plan(
     with uncollected():
         made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
-    if ranks.near > 1:
-        check_heads(made, tensor, context)
-    if tensor > 1:
-        check_plan(made)
+    _check_made(made, tensor, context)
     state = state_bytes(made, optimizer, ranks)
     step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
     limits = Limits(
@@ -90,6 +86,19 @@ def plan(
     if max_length or max_batch:
         return step.searched(limits, given, batch, seq, max_batch, few=not isinstance(model, nn.Module))
     return step.planned(limits, given, batch, seq, baselines)
+
+
+def _check_made(model: nn.Module, tensor: int, context: int) -> None:
+    """Whether devices can divide its heads, and cut its layers."""
+    if tensor * context > 1:
+        check_heads(model, tensor, context)
+    if tensor > 1:
+        check_plan(model)
+
+
+def _check_host_memory(size: Any) -> None:
+    if size is not None and (isinstance(size, float) or size == AUTO or not is_budget(size)):
+        raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB'")
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
