@@ -17,6 +17,7 @@ from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
+from streamfx.ir.delivery import sources_of
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.lengths import Lengths
@@ -231,8 +232,9 @@ class Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The same, and which gradients autograd can have before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-        if self.chain is not None and isinstance(joint_inputs, tuple) and len(joint_inputs[0]) == self.num_inputs:
-            plan_chain(self.chain, mutated_inputs(joint.graph), inputs_saved(forward.graph, num_fwd_outputs), backward)
+        if self.chain is not None and isinstance(joint_inputs, tuple):
+            sources, saved = sources_of(joint.graph, num_fwd_outputs, self.num_inputs), inputs_saved(forward.graph, num_fwd_outputs)
+            plan_chain(self.chain, sources, mutated_inputs(joint.graph), saved, backward)
         return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.delivery import Delivery, Saved, places_of
+from streamfx.ir.delivery import Delivery, Saved, Sources, places_of
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
@@ -34,10 +34,12 @@ from streamfx.runtime.stagewise import Chain, StagewiseRunner
 from streamfx.torch_private import OpOverload
 
 
-def plan_chain(chain: Chain, mutated: Sequence[int] | None, saved: Saved, backward: fx.GraphModule) -> None:
+def plan_chain(chain: Chain, sources: Sources, mutated: Sequence[int] | None, saved: Saved, backward: fx.GraphModule) -> None:
     """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
-    places = places_of(deliveries(backward, saved))
-    chain.saved, chain.places = saved, places if len(places) > 1 else ()
+    place = {source.primal: place for place, source in sources.items()}
+    by_gradient = tuple(frozenset(place[primal] for primal in some if primal in place) for some in saved)
+    places = places_of(deliveries(backward, by_gradient)) if sources else ()
+    chain.sources, chain.saved, chain.places = sources, by_gradient, places if len(places) > 1 else ()
     chain.keep_out(mutated)
 
 
@@ -55,8 +57,12 @@ def inputs_saved(forward: fx.Graph, num_outputs: int) -> Saved:
 
 
 def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[Delivery, ...]:
-    """The backward half in stretches, each but the last of which ends before a loop; none where the graph writes to memory."""
-    if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes):
+    """The backward half in stretches, each but the last of which ends before a loop; none where the graph writes to memory.
+
+    `saved` says in the memory of which gradients' inputs it may lie, by the place of the gradient.
+    """
+    made = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
+    if not all(map(is_tensor, made)) or any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes):
         return ()
     order = _early(backward)
     complete = _complete(backward.graph, order, saved)
@@ -149,7 +155,7 @@ def _complete(graph: fx.Graph, order: Sequence[fx.Node], saved: Saved) -> dict[i
             readers[position] = max(readers.get(position, 0), last.get(node, 0))
     found: dict[int, dict[int, fx.Node]] = {}
     for position, gradient in enumerate(outputs_of(graph)):
-        if isinstance(gradient, fx.Node):
+        if is_tensor(gradient):
             reads = [last.get(memory, 0) for memory in memories(gradient)]
             index = max([number.get(gradient, 0), readers.get(position, 0), *reads])
             found.setdefault(index, {})[position] = gradient

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+
+from streamfx.ir.joint import is_tensor, outputs_of
+from streamfx.ir.sizes import shape_of
+from streamfx.torch_private import inputs_of_gradients, owners
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward half: inputs in whose memory it may lie
 
@@ -20,6 +25,63 @@ class Delivery:
     operators: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     gradients: dict[int, fx.Node]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which input a result of a backward half is the gradient of: by its position among those of the compiled function, and among
+    those of the graph, where a sharded tensor is taken apart; then the result is a `part` of a gradient.
+    """
+
+    given: int
+    primal: int
+    part: Part | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The one tensor that a sharded gradient is made of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stand_in(self) -> Tensor:
+        """A tensor of these sizes in the memory of one number, until the gradient is there."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+Sources: TypeAlias = "dict[int, Source]"  # by place among the results of a backward half
+
+
+def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
+    """For each gradient that is a tensor; none where AOTAutograd has put inputs together, or a gradient is made of several tensors
+    or of sizes that change.
+    """
+    given, gradients = owners(joint), outputs_of(joint)[num_outputs:]
+    told = inputs_of_gradients(joint, num_outputs)
+    if told is None or {position for position in given if position is not None} != set(range(num_inputs)):
+        return {}
+    number = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
+    found, seen = dict[int, Source](), set[int]()
+    for place, (primal, gradient) in enumerate(zip(told, gradients, strict=True)):
+        if not is_tensor(gradient):
+            continue
+        position = None if primal is None else given[number[primal]]
+        is_part = given.count(position) > 1
+        part = _part(gradient) if is_part else None
+        if primal is None or position is None or is_part and part is None or position in seen:
+            return {}
+        seen.add(position)
+        found[place] = Source(position, number[primal], part)
+    return found
+
+
+def _part(gradient: fx.Node) -> Part | None:
+    value = gradient.meta["val"]
+    shape = shape_of(value)
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    return Part(sizes, value.dtype, value.device) if len(sizes) == len(shape) else None
 
 
 def places_of(deliveries: Sequence[Delivery]) -> tuple[tuple[int, ...], ...]:

@@ -20,21 +20,22 @@ whatever way. Where anything is not as expected, that node returns all gradients
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from streamfx.ir.delivery import Delivery, Saved
-from streamfx.ir.joint import outputs_of
+from streamfx.ir.delivery import Delivery, Saved, Sources
+from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.runtime.as_traced import unmarked
 from streamfx.runtime.mask_programs import looking
 from streamfx.runtime.outer import OuterRunner, call_of, found_before
 from streamfx.runtime.written_stretches import Stretches, stretches_of
+from streamfx.torch_private import is_sharded, rewrapped
 from streamfx.torch_private.autograd import (
     after_this_backward,
     are_awaited,
@@ -53,23 +54,25 @@ TWICE = "torch.compile with aot_autograd does not currently support double backw
 class Chain:
     """What a compiled function and its backward half know of each other.
 
-    `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by input; empty
-    where nothing is handed over before the end. `saved`: of what the backward half is given, in whose memory it lies.
-    `kept_out`: inputs that are not chained. `is_used`: a call of the function was chained.
+    `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by their places among
+    the results of the backward half; empty where nothing is handed over before the end. `sources`: of which inputs these are.
+    `saved`: of what the backward half is given, in whose input's memory it lies, by the place of the input's gradient.
+    `kept_out`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
     """
 
     always: bool
     places: tuple[tuple[int, ...], ...] = ()
+    sources: Sources = field(default_factory=dict)
     saved: Saved = ()
     kept_out: frozenset[int] = frozenset()
     is_used: bool = False
 
-    def keep_out(self, positions: Iterable[int] | None) -> None:
-        """Leave inputs as they are, all of them if it is not known which."""
-        if positions is None:
+    def keep_out(self, primals: Sequence[int] | None) -> None:
+        """Leave inputs of the graph as they are, all of them if it is not known which, or whether a sharded one is meant."""
+        if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
             self.places = ()
         else:
-            self.kept_out |= frozenset(positions)
+            self.kept_out |= {place for place, source in self.sources.items() if source.primal in primals}
 
 
 class _Call:
@@ -93,7 +96,7 @@ class InStages:
         return self.compiled(*self._chained(arguments))
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
-        return are_awaited([arguments[position] for some in self.chain.places for position in some])
+        return are_awaited([arguments[self.chain.sources[place].given] for some in self.chain.places for place in some])
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
         if is_transformed():
@@ -101,17 +104,18 @@ class InStages:
         given, token = list(arguments), None
         call = _Call([position for position, value in enumerate(given) if isinstance(value, Tensor)])
         for stretch, places in reversed(list(enumerate(self.chain.places))):
-            chained = [place for place in places if place not in self.chain.kept_out and _is_plain(given[place])]
+            known = {place: self.chain.sources[place].given for place in places if place not in self.chain.kept_out}
+            chained = [place for place, position in known.items() if _may_be_chained(given[position])]
             if chained:
-                token, *passed = Identity.apply(call, stretch, chained, token, *(given[place] for place in chained))
+                token, *passed = Identity.apply(call, stretch, chained, token, *(given[known[place]] for place in chained))
                 for place, value in zip(chained, passed, strict=True):
-                    given[place] = value
+                    given[known[place]] = value
         self.chain.is_used = True
         return given
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter) and value.requires_grad
+def _may_be_chained(value: Any) -> bool:
+    return (type(value) in (Tensor, nn.Parameter) or is_sharded(value)) and value.requires_grad
 
 
 class _Run:
@@ -154,14 +158,14 @@ class Identity(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, stretch: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.stretch, ctx.places = call, stretch, places
-        return values[0].new_empty(0), *(value.detach() for value in values)
+        return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *given: Tensor | None) -> Any:
         run = ctx.call.runs.get(backward_pass())
         own: Sequence[Tensor | None] = given
         if run is not None:
-            own = [_sum(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
+            own = [_handed_over(*both) for both in zip(run.take(ctx.stretch, ctx.places), given, strict=True)]
             if torch.is_grad_enabled():
                 own = _Once.apply(torch.empty(0, requires_grad=True), *own)
         elif all(gradient is None for gradient in given):
@@ -169,8 +173,11 @@ class Identity(torch.autograd.Function):
         return None, None, None, None, *own
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return one if other is None else other if one is None else one + other
+def _handed_over(own: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """What a run has made, with what autograd gives: for a sharded input that is a stand-in, which says how its parts lie."""
+    if own is None or given is None:
+        return own if given is None else given
+    return rewrapped(given, lambda _: own) if is_sharded(given) else own + given  # type: ignore[no-any-return]
 
 
 class _Once(torch.autograd.Function):
@@ -194,19 +201,30 @@ class StagewiseRunner:
         self._boxed_call = True
 
     def __call__(self, arguments: list[Any]) -> Any:
-        link = _link() if self.chain.is_used else None
+        link = _link(self.chain.sources) if self.chain.is_used else None
         if link is None:
             return self.whole(arguments)
         call, chained = link
         arguments[:] = map(unmarked, arguments)
+        objects = self._objects(arguments)
         run = _Run(self._stretches(), arguments)
         run.until(max((number for number, places in enumerate(self.chain.places) if not chained.issuperset(places)), default=-1))
         call.runs[backward_pass()] = run
         after_this_backward(run.finish)
-        return [
-            output if not isinstance(output, fx.Node) else None if place in chained else run.results.pop(place)
-            for place, output in enumerate(outputs_of(self.whole.module.graph))
-        ]
+        places = range(len(outputs_of(self.whole.module.graph)))
+        return [objects[i] if i in objects else self._left(i) if i in chained else run.results.pop(i) for i in places]
+
+    def _left(self, place: int) -> Tensor | None:
+        """What a gradient that an identity will hand over leaves here."""
+        part = self.chain.sources[place].part
+        return None if part is None else part.stand_in()
+
+    def _objects(self, arguments: Sequence[Any]) -> dict[int, Any]:
+        """The results that are no tensors, by place: objects that the graph is given (the mesh of a sharded tensor), and None."""
+        graph = self.whole.module.graph
+        given = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
+        outputs = enumerate(outputs_of(graph))
+        return {i: given.get(output, output) for i, output in outputs if not is_tensor(output)}
 
     def _stretches(self) -> Stretches:
         if self._written is None:
@@ -216,8 +234,8 @@ class StagewiseRunner:
         return self._written
 
 
-def _link() -> tuple[_Call, set[int]] | None:
-    """The call whose backward half is running, and which of its inputs are chained; None where none are."""
+def _link(sources: Sources) -> tuple[_Call, set[int]] | None:
+    """The call whose backward half is running, and the gradients of which inputs are chained, by place; None where none are."""
     node = current_autograd_node()
     edges = () if node is None else node.next_functions
     own = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in edges]
@@ -225,9 +243,9 @@ def _link() -> tuple[_Call, set[int]] | None:
     if call is None or len(call.tensors) != len(own):
         return None
     chained = {
-        position
+        function.places[index - 1]
         for (function, index), position in zip(own, call.tensors, strict=True)
-        if function is not None and function.call is call and index and function.places[index - 1] == position
+        if function is not None and function.call is call and index and sources[function.places[index - 1]].given == position
     }
     return (call, chained) if chained else None
 
