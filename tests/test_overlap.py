@@ -25,6 +25,7 @@ from tests.support.engines import Nested, checkpointed, layers_of
 from tests.support.overlap import Overlap, Taken, begin_noted, noted_mean, stages_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
+from tests.support.spread import only
 from tests.test_engines import wrapped
 from tests.test_tensor_parallel import cut
 
@@ -36,6 +37,7 @@ SIZES: dict[str, dict[str, int]] = {  # of widths, vocabularies and sequences
     "gradients are most": {"width": 64, "vocabulary": 64, "length": 32},
     "logits are most": {"width": 16, "vocabulary": 2048, "length": 128},
 }
+FIRST, *LARGE = "activations are most", "logits are most"
 
 
 def model_of(kind: Callable[..., nn.Module], streamed: bool, width: int, vocabulary: int) -> nn.Module:
@@ -153,7 +155,7 @@ def test_a_group_of_first_and_last_weights_waits_for_the_first(name: str = "FSDP
     assert own.overlap == eager.overlap == Overlap(LAYERS - 1, 2)
 
 
-@pytest.mark.parametrize("size", only([FIRST], LARGE))
+@pytest.mark.parametrize("size", only([FIRST], [FIRST, *LARGE]))
 @pytest.mark.parametrize("name", ENGINES)
 def test_no_step_takes_more_than_in_eager_with_checkpointing(name: str, size: str) -> None:
     own, eager = measured(name, size)

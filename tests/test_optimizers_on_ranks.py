@@ -1,0 +1,183 @@
+"""An optimizer in the backward pass on two ranks, engine by engine: gradients of two stages are alive at most, and updates are those
+of the same optimizer behind the backward pass, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from streamfx.cost.meter import Meter
+from streamfx.integrations import enable
+from tests.support.collectives import data_of
+from tests.support.engines import Nested
+from tests.support.ranks import on_ranks
+from tests.support.sharded import Decoder, sharded
+from tests.test_engines import wrapped
+from tests.test_tensor_parallel import cut
+
+LAYERS, WIDTH, VOCABULARY, LENGTH = 5, 32, 18, 16
+OPTIONS = {"chunk_size": 8, "loss_chunk_size": 8}
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+def model_of(kind: Callable[..., nn.Module]) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return kind(layers=LAYERS, width=WIDTH, vocabulary=VOCABULARY).double()
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="streambp", options=OPTIONS)
+
+
+def simple_fsdp() -> tuple[nn.Module, Run]:
+    model = sharded(model_of(Decoder), init_device_mesh("cpu", (2,)))
+    return model, compiled(model)
+
+
+def fsdp2() -> tuple[nn.Module, Run]:
+    model = wrapped(model_of(Nested))
+    enable(model, **OPTIONS)
+    return model, model
+
+
+def tensor_parallel() -> tuple[nn.Module, Run]:
+    model = cut(model_of(Decoder))
+    return model, compiled(model)
+
+
+def ddp() -> tuple[nn.Module, Run]:
+    torch._dynamo.config.optimize_ddp = False
+    model = model_of(Decoder)
+    return model, DDP(compiled(model), bucket_cap_mb=1e-6)  # type: ignore[arg-type]
+
+
+def replicated() -> tuple[nn.Module, Run]:
+    """Whole parameters on each rank, and no engine."""
+    model = model_of(Decoder)
+    return model, compiled(model)
+
+
+Optimizers = dict[Tensor, torch.optim.Optimizer]
+
+
+def each_by_itself(model: nn.Module, kind: Callable[..., torch.optim.Optimizer]) -> Optimizers:
+    return {parameter: kind([parameter], lr=0.01) for parameter in model.parameters()}
+
+
+def update(parameter: Tensor, optimizers: Optimizers) -> None:
+    optimizers[parameter].step()
+    parameter.grad = None
+
+
+def averaged(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+def by_hooks(model: nn.Module, run: Any, optimizers: Optimizers) -> None:
+    """On parameters, once their gradients are complete."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(partial(update, optimizers=optimizers))
+
+
+def average_and_update(parameter: Tensor, optimizers: Optimizers) -> None:
+    averaged(parameter)
+    update(parameter, optimizers)
+
+
+def by_averaging_hooks(model: nn.Module, run: Any, optimizers: Optimizers) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(partial(average_and_update, optimizers=optimizers))
+
+
+def by_communication_hook(model: nn.Module, run: Any, optimizers: Optimizers) -> None:
+    """As DDP's own `_apply_optim_in_backward_hook` does it, which asks for a stream that a CPU does not have."""
+
+    def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            parameter.grad = gradient
+            update(parameter, optimizers)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    run.register_comm_hook(None, lambda state, bucket: reduce(bucket))  # DDP reads annotations, and wants none or its own
+
+
+def nothing(model: nn.Module) -> None: ...
+
+
+def average_all(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        averaged(parameter)
+
+
+Engine = tuple[Callable[[], tuple[nn.Module, Run]], Callable[[nn.Module, Any, Optimizers], None], Callable[[nn.Module], None]]
+ENGINES: dict[str, Engine] = {  # how it is made, how an optimizer gets into the backward pass, what comes behind it else
+    "SimpleFSDP": (simple_fsdp, by_hooks, nothing),
+    "FSDP2": (fsdp2, by_hooks, nothing),
+    "tensor parallel": (tensor_parallel, by_hooks, nothing),
+    "DDP": (ddp, by_communication_hook, nothing),
+    "by hooks": (replicated, by_averaging_hooks, average_all),
+}
+
+
+def trained(name: str, rank: int, inside: bool, steps: int = 3) -> list[Tensor]:
+    """This rank's parameters after some steps, with the optimizer inside of the backward pass or behind it."""
+    make, put_inside, finish = ENGINES[name]
+    model, run = make()
+    optimizers = each_by_itself(model, torch.optim.AdamW)
+    if inside:
+        put_inside(model, run, optimizers)
+    for number in range(steps):
+        run(*data_of(rank + 2 * number, LENGTH)).backward()
+        if not inside:
+            finish(model)
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters()) or name == "DDP"
+    return [own(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def peak(name: str, rank: int, inside: bool) -> tuple[int, int, int]:
+    """Bytes of a backward pass at the most; of all gradients that this rank keeps; and of those of one layer."""
+    make, put_inside, _ = ENGINES[name]
+    model, run = make()
+    if inside:
+        put_inside(model, run, each_by_itself(model, torch.optim.SGD))
+    for _ in range(2):  # the first compiles; DDP makes its buckets anew
+        model.zero_grad()
+        loss = run(*data_of(rank, LENGTH))
+        with Meter() as meter:
+            loss.backward()
+    sizes = {name: own(parameter).nbytes for name, parameter in model.named_parameters()}
+    return meter.peak, sum(sizes.values()), sum(size for name, size in sizes.items() if "layers.1." in name)
+
+
+def measured(rank: int, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        with loss_parallel():
+            pairs = zip(trained(name, rank, True), trained(name, rank, False), strict=True)
+            equal = all(torch.equal(one, other) for one, other in pairs)
+            found[name] = equal, peak(name, rank, True), peak(name, rank, False)
+    return found
