@@ -233,7 +233,10 @@ class Compilation:
         """The same, and which gradients autograd can have before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if self.chain is not None and isinstance(joint_inputs, tuple):
-            sources, saved = sources_of(joint.graph, num_fwd_outputs, self.num_inputs), inputs_saved(forward.graph, num_fwd_outputs)
+            sources, saved = (
+                sources_of(joint.graph, num_fwd_outputs, self.num_inputs),
+                inputs_saved(forward.graph, num_fwd_outputs),
+            )
             plan_chain(self.chain, sources, mutated_inputs(joint.graph), saved, backward)
         return forward, backward
 

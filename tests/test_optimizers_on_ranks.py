@@ -4,7 +4,8 @@ of the same optimizer behind the backward pass, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,17 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from streamfx.cost.meter import Meter
+from streamfx.cost.terms import GRADIENTS, OTHER
 from streamfx.integrations import enable
 from tests.support.collectives import data_of
 from tests.support.engines import Nested
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
+from tests.support.spread import only
 from tests.test_engines import wrapped
 from tests.test_tensor_parallel import cut
 
-LAYERS, WIDTH, VOCABULARY, LENGTH = 5, 32, 18, 16
+LAYERS, WIDTH, VOCABULARY, LENGTH = 4, 32, 18, 16
 OPTIONS = {"chunk_size": 8, "loss_chunk_size": 8}
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -60,7 +63,7 @@ def tensor_parallel() -> tuple[nn.Module, Run]:
 def ddp() -> tuple[nn.Module, Run]:
     torch._dynamo.config.optimize_ddp = False
     model = model_of(Decoder)
-    return model, DDP(compiled(model), bucket_cap_mb=1e-6)  # type: ignore[arg-type]
+    return model, DDP(compiled(model), bucket_cap_mb=1e-6, gradient_as_bucket_view=True)  # type: ignore[arg-type]
 
 
 def replicated() -> tuple[nn.Module, Run]:
@@ -108,9 +111,8 @@ def by_communication_hook(model: nn.Module, run: Any, optimizers: Optimizers) ->
 
     def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
         dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            parameter.grad = gradient
-            update(parameter, optimizers)
+        for parameter in bucket.parameters():
+            optimizers[parameter].step()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -136,7 +138,7 @@ ENGINES: dict[str, Engine] = {  # how it is made, how an optimizer gets into the
 }
 
 
-def trained(name: str, rank: int, inside: bool, steps: int = 3) -> list[Tensor]:
+def trained(name: str, rank: int, inside: bool, steps: int = 2) -> list[Tensor]:
     """This rank's parameters after some steps, with the optimizer inside of the backward pass or behind it."""
     make, put_inside, finish = ENGINES[name]
     model, run = make()
@@ -150,7 +152,8 @@ def trained(name: str, rank: int, inside: bool, steps: int = 3) -> list[Tensor]:
             for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters()) or name == "DDP"
+        assert name == "DDP" or all(parameter.grad is None for parameter in model.parameters())
+        model.zero_grad()
     return [own(parameter.detach()).clone() for parameter in model.parameters()]
 
 
@@ -158,26 +161,79 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def peak(name: str, rank: int, inside: bool) -> tuple[int, int, int]:
-    """Bytes of a backward pass at the most; of all gradients that this rank keeps; and of those of one layer."""
+class Reduced(Meter):
+    """The most bytes of sharded gradients that were alive at once: of what reductions have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.term = GRADIENTS if "reduce_scatter" in str(func) else OTHER
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.live_terms[GRADIENTS])
+        return out
+
+
+def backward_under(meter: Meter, name: str, rank: int, inside: bool) -> nn.Module:
+    """The backward pass of a second step: the first compiles, and DDP makes its buckets anew behind it."""
     make, put_inside, _ = ENGINES[name]
     model, run = make()
     if inside:
         put_inside(model, run, each_by_itself(model, torch.optim.SGD))
-    for _ in range(2):  # the first compiles; DDP makes its buckets anew
-        model.zero_grad()
-        loss = run(*data_of(rank, LENGTH))
-        with Meter() as meter:
-            loss.backward()
-    sizes = {name: own(parameter).nbytes for name, parameter in model.named_parameters()}
-    return meter.peak, sum(sizes.values()), sum(size for name, size in sizes.items() if "layers.1." in name)
+    run(*data_of(rank, LENGTH)).backward()
+    model.zero_grad()
+    loss = run(*data_of(rank, LENGTH))
+    with meter:
+        loss.backward()
+    return model
 
 
-def measured(rank: int, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in names:
-        with loss_parallel():
-            pairs = zip(trained(name, rank, True), trained(name, rank, False), strict=True)
-            equal = all(torch.equal(one, other) for one, other in pairs)
-            found[name] = equal, peak(name, rank, True), peak(name, rank, False)
-    return found
+def alive(name: str, rank: int, inside: bool) -> int:
+    """Bytes of gradients that this rank has at once, at the most. Where reductions make none of their own, that is what a backward
+    pass takes, less what one takes beside gradients, which keeps them all. DDP's buckets are there before.
+    """
+    if name == "SimpleFSDP":
+        meter = Reduced()
+        backward_under(meter, name, rank, inside)
+        return meter.most
+    meters = [Meter(), Meter()]
+    backward_under(meters[0], name, rank, inside)
+    model = backward_under(meters[1], "by hooks" if name == "DDP" else name, rank, inside=False)
+    return meters[0].peak - meters[1].peak + sum(gradients_of(model).values())
+
+
+def gradients_of(model: nn.Module) -> dict[str, int]:
+    """Bytes of the gradient that this rank keeps of each parameter."""
+    return {name: own(parameter).nbytes for name, parameter in model.named_parameters()}
+
+
+def largest_stage(name: str) -> int:
+    """That of the first layer and the embedding."""
+    model, _ = ENGINES[name][0]()
+    return sum(size for name, size in gradients_of(model).items() if "layers.0." in name or "embed" in name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Whether updates are the same; gradients alive at once with the optimizer inside and behind, and those of a stage, in bytes."""
+
+    equal: bool
+    inside: int
+    behind: int
+    stage: int
+
+
+def measured(rank: int, name: str) -> Found:
+    with loss_parallel():
+        pairs = zip(trained(name, rank, True), trained(name, rank, False), strict=True)
+        equal = all(torch.equal(one, other) for one, other in pairs)
+        return Found(equal, alive(name, rank, True), alive(name, rank, False), largest_stage(name))
+
+
+@pytest.mark.parametrize("name", only(["SimpleFSDP"], ENGINES))
+def test_an_optimizer_in_the_backward_pass(name: str) -> None:
+    for found in on_ranks(measured, name):
+        assert found.equal
+        assert found.inside <= 2 * found.stage
+        assert name == "DDP" or found.behind >= (LAYERS - 1) * found.stage  # all of them, which one can see

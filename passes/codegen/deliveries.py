@@ -62,7 +62,9 @@ def deliveries(backward: fx.GraphModule, saved: Saved) -> tuple[Delivery, ...]:
     `saved` says in the memory of which gradients' inputs it may lie, by the place of the gradient.
     """
     made = [node for node in outputs_of(backward.graph) if isinstance(node, fx.Node) and node.op != "placeholder"]
-    if not all(map(is_tensor, made)) or any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes):
+    if not all(map(is_tensor, made)) or any(
+        isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in backward.graph.nodes
+    ):
         return ()
     order = _early(backward)
     complete = _complete(backward.graph, order, saved)
