@@ -1,5 +1,5 @@
-"""An optimizer in the backward pass on two ranks, engine by engine: gradients of two stages are alive at most, and updates are those
-of the same optimizer behind the backward pass, bit for bit.
+"""An optimizer in the backward pass on two ranks, engine by engine: gradients of two stages are alive at most, and updates are
+those of the same optimizer behind the backward pass, bit for bit.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def backward_under(meter: Meter, name: str, rank: int, inside: bool) -> nn.Modul
 
 
 def alive(name: str, rank: int, inside: bool) -> int:
-    """Bytes of gradients that this rank has at once, at the most. Where reductions make none of their own, that is what a backward
-    pass takes, less what one takes beside gradients, which keeps them all. DDP's buckets are there before.
+    """Bytes of gradients that this rank has at once, at the most. Where reductions make none of their own, that is what a
+    backward pass takes, less what one takes beside gradients, which keeps them all. DDP's buckets are there before.
     """
     if name == "SimpleFSDP":
         meter = Reduced()
@@ -216,7 +216,7 @@ def largest_stage(name: str) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """Whether updates are the same; gradients alive at once with the optimizer inside and behind, and those of a stage, in bytes."""
+    """Whether updates are the same; bytes of gradients alive at once with the optimizer inside and behind, and of a stage's."""
 
     equal: bool
     inside: int

@@ -149,9 +149,9 @@ def test_reductions_of_all_stages_but_one_begin_before_the_last_product(name: st
     assert own.overlap.share >= (STAGES - 1) / STAGES
 
 
-def test_a_group_of_first_and_last_weights_waits_for_the_first(name: str = "FSDP2") -> None:
+def test_a_group_of_first_and_last_weights_waits_for_the_first() -> None:
     """As in eager: embedding, norm and head are one group where the model is wrapped by layer and as a whole."""
-    own, eager = measured(name, FIRST)
+    own, eager = measured("FSDP2", FIRST)
     assert own.overlap == eager.overlap == Overlap(LAYERS - 1, 2)
 
 

@@ -80,13 +80,16 @@ class _Half:
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.run: dict[fx.Node, int] = {}
+        self.behind: dict[fx.Node, int] = {}  # of the last that computes, up to a node: a view of its result may be of the next
         self.first: dict[int, fx.Node] = {}
         self.waits: dict[fx.Node, fx.Node] = {}  # the first that was put in front of a node
-        at = 0
+        at = computed = 0
         for node in self.graph.nodes:
             at = self.run[node] = max(at, node.meta.get(RUN, 0))
             if computes(node):
                 self.first.setdefault(at, node)
+                computed = at
+            self.behind[node] = computed
 
     def finish(self) -> None:
         self.graph.lint()
@@ -136,7 +139,7 @@ class _Half:
         results = list(outputs_of(self.graph))
         gradient = results[position]
         begins = next(node for node in _behind(gradient) if node is self.output or computes(node))
-        ends = self.first.get(self.run[gradient] + 2, self.output)
+        ends = self.first.get(self.behind[gradient] + 2, self.output)
         results[position] = self._written(stretch, gradient, begins, ends)
         self.output.args = (tuple(results),)
 

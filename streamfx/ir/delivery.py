@@ -70,7 +70,7 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
         position = None if primal is None else given[number[primal]]
         is_part = given.count(position) > 1
         part = _part(gradient) if is_part else None
-        if primal is None or position is None or is_part and part is None or position in seen:
+        if primal is None or position is None or position in seen or (is_part and part is None):
             return {}
         seen.add(position)
         found[place] = Source(position, number[primal], part)
