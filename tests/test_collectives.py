@@ -104,10 +104,11 @@ def test_no_more_than_two_stages_are_in_flight(ranks: DeviceMesh) -> None:
     assert backward == [
         "gather scatter",  # of layer 3; of the head
         "gather scatter wait",  # of layer 2; of layer 4; for the gather of layer 3
-        "gather gather scatter wait wait",  # of layer 1 and the embedding; of layer 3; for the gather of layer 2 and the head
-        "scatter wait wait",  # of layer 2; for the gather of the embedding and layer 4
+        # of layer 1 and the embedding; of layer 3; for the gather of layer 2, the head and layer 4
+        "gather gather scatter wait wait wait",
+        "scatter wait wait",  # of layer 2; for the gather of the embedding and layer 3
         "wait",  # for the gather of layer 1
-        "scatter scatter wait wait wait wait",  # of layer 1 and the embedding; for all reductions that are left
+        "scatter scatter wait wait wait",  # of layer 1 and the embedding; for all reductions that are left
     ]
 
 

@@ -30,7 +30,7 @@ from tests.test_engines import wrapped
 from tests.test_tensor_parallel import cut
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 4, 32, 18, 16
-OPTIONS = {"chunk_size": 8, "loss_chunk_size": 8}
+OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 Run = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -55,8 +55,8 @@ Sources: TypeAlias = "dict[int, Source]"  # by place among the results of a back
 
 
 def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
-    """For each gradient that is a tensor; none where AOTAutograd has put inputs together, or a gradient is made of several tensors
-    or of sizes that change.
+    """For each gradient that is a tensor; none where AOTAutograd has put inputs together, or a gradient is made of several
+    tensors or of sizes that change.
     """
     given, gradients = owners(joint), outputs_of(joint)[num_outputs:]
     told = inputs_of_gradients(joint, num_outputs)

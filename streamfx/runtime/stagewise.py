@@ -55,7 +55,7 @@ class Chain:
     """What a compiled function and its backward half know of each other.
 
     `always`: not only where somebody waits for gradients. `places`: which gradients each stretch hands over, by their places
-    among the results of the backward half; empty where nothing is handed over before the end. `sources`: of which inputs these are.
+    among the results of the backward half; empty where nothing is handed over before the end. `sources`: of which inputs.
     `saved`: of what the backward half is given, in whose input's memory it lies, by the place of the input's gradient.
     `kept_out`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
     """

@@ -66,7 +66,7 @@ class Taken:
 
 def stages_of(model: nn.Module) -> dict[Tensor, str]:
     """For each parameter, the stage of a decoder that its gradient comes from: the embedding's is the first layer's."""
-    found = {}
+    found: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         layer = parts[parts.index("layers") + 1] if "layers" in parts else "0" if "embed" in parts else "head"
