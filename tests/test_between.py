@@ -107,6 +107,34 @@ def test_gradients_are_exact(plan: str, mixer: str) -> None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-13)
 
 
+seen: list[int] = []
+
+
+@torch.library.custom_op("streamfx_tests::noted", mutates_args=())
+def noted(x: Tensor) -> Tensor:
+    seen.append(len(seen))
+    return x + len(seen)
+
+
+noted.register_fake(lambda x: torch.empty_like(x))
+noted.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_what_need_not_give_the_same_twice_runs_once() -> None:
+    """An operator of another package: nobody knows what it holds."""
+
+    def mix(x: Tensor) -> Tensor:
+        q, k, v = heads(x)
+        return F.scaled_dot_product_attention(q, noted(k.sort(2).values), v)[:, 0]
+
+    model = torch.compile(Mixing(mix), backend="streambp", options={"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8})
+    loss = model(ids_of(37))
+    seen.clear()
+    loss = model(ids_of(37))
+    loss.backward()
+    assert len(seen) == LAYERS
+
+
 def test_what_runs_whole_is_there_for_one_layer_at_a_time() -> None:
     """A layer leaves what enters it, and keys and values for the loop of its attention; not keys that were sorted."""
     options = {"chunk_size": 32, "loss_chunk_size": 32, "save": "inputs"}

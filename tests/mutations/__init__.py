@@ -41,6 +41,7 @@ KINDS = {
     "ranks": "rows that are reduced over ranks, inside of loops",
     "buckets": "collectives that run as one and are not of one kind, or too late for who needs them",
     "stages": "gradients that are handed over while they, or their parameters, are still read",
+    "again": "what runs whole and is made again: by what does not give the same, or not alike on all ranks",
     "wire": "what is counted of collectives",
 }
 OVER_RANKS = (*ranks.ROWS, *wire.ROWS)

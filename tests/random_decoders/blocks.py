@@ -11,6 +11,14 @@ from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
 EXPERTS, CHOSEN = 3, 2
+WHOLE = {  # what runs whole in front of the loops of an attention, or behind those that make its rows
+    "sorted": "z = z + z.sort({time}).values",
+    "turned": "z = z + 0.3 * torch.fft.fft(z, dim={time}).real",
+    "ranked": "z = z * z.argsort({time}).to(z.dtype) / t",
+    "dealt": "z = z.gather({time}, z[..., :1].argsort({time}).expand_as(z))",
+    "middle": "z = z - z.median({time}, keepdim=True).values",
+    "counted": "z = z + z.sort({time}).values.cumsum({time}) / t",
+}
 Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
 
 
@@ -88,6 +96,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             w.line(f"z = z + z.cumsum({time}) / (at + 1).view(t{shape})")
         case "recurrence":
             _recur(w, time)
+        case whole if whole in WHOLE:
+            w.line(WHOLE[whole].format(time=time))
 
 
 RECURRENCES = (

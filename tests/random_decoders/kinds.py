@@ -8,6 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from tests.random_decoders.blocks import WHOLE
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -121,6 +122,16 @@ def _features(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, layers=layers, embedding="given", features=features, calls="one", extra="none", bend="none")
 
 
+def _whole(decoder: Decoder, random: Random) -> Decoder:
+    """Several layers have something that runs whole: the backward half makes it again, a layer at a time."""
+    layers = [
+        replace(decoder.layers[0], mixer=random.choice((*WHOLE, "none")), **drawn(Layer, random, "core", "mlp", "wiring", "mask"))
+        for _ in range(random.choice((2, 3)))
+    ]
+    lengths = {"calls": "lengths", "dynamic": True} if random.random() < 0.2 else {"calls": "one"}
+    return replace(decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", **lengths)
+
+
 def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
     own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), random, extras)
     return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
@@ -171,6 +182,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "views": _views,
     "halves": partial(_beside, extras=HALVES),
     "stages": _stages,
+    "whole": _whole,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -187,6 +199,7 @@ OFTEN = (
     "over keys",
     "views",
     "stages",
+    "whole",
 )
 
 
