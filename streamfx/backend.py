@@ -17,7 +17,6 @@ from streamfx.constants import WatchedInput, all_hold, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
-from streamfx.ir.delivery import sources_of
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.lengths import Lengths
@@ -29,7 +28,7 @@ from streamfx.lazy.rebuild import Cut
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
-from streamfx.passes.codegen.deliveries import in_stretches, inputs_saved, plan_chain
+from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
@@ -233,11 +232,7 @@ class Compilation:
         """The same, and which gradients autograd can have before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if self.chain is not None and isinstance(joint_inputs, tuple):
-            sources, saved = (
-                sources_of(joint.graph, num_fwd_outputs, self.num_inputs),
-                inputs_saved(forward.graph, num_fwd_outputs),
-            )
-            plan_chain(self.chain, sources, mutated_inputs(joint.graph), saved, backward)
+            plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
         return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.delivery import Delivery, Saved, Sources, places_of
+from streamfx.ir.delivery import Delivery, Saved, places_of, sources_of
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
@@ -31,16 +31,20 @@ from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.stagewise import Chain, StagewiseRunner
-from streamfx.torch_private import OpOverload
+from streamfx.torch_private import OpOverload, mutated_inputs
 
 
-def plan_chain(chain: Chain, sources: Sources, mutated: Sequence[int] | None, saved: Saved, backward: fx.GraphModule) -> None:
+def plan_chain(
+    chain: Chain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
+) -> None:
     """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
+    sources = sources_of(joint, num_outputs, num_inputs)
     place = {source.primal: place for place, source in sources.items()}
-    by_gradient = tuple(frozenset(place[primal] for primal in some if primal in place) for some in saved)
-    places = places_of(deliveries(backward, by_gradient)) if sources else ()
-    chain.sources, chain.saved, chain.places = sources, by_gradient, places if len(places) > 1 else ()
-    chain.keep_out(mutated)
+    lies_in = inputs_saved(forward, num_outputs)
+    saved = tuple(frozenset(place[primal] for primal in some if primal in place) for some in lies_in)
+    places = places_of(deliveries(backward, saved)) if sources else ()
+    chain.sources, chain.saved, chain.places = sources, saved, places if len(places) > 1 else ()
+    chain.keep_out(mutated_inputs(joint))
 
 
 def in_stretches(runner: OuterRunner, chain: Chain) -> Callable[[list[Any]], Any]:

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.sizes import shape_of
-from streamfx.torch_private import inputs_of_gradients, owners
+from streamfx.torch_private import inputs_of_gradients
+from streamfx.torch_private.autograd import owners
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward half: inputs in whose memory it may lie
 

@@ -16,7 +16,6 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13
     ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
-    PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
@@ -176,17 +175,6 @@ def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
     a sharded tensor has parts (2.11, 2.13)."""
     inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
     return [getattr(node.meta.get("desc"), "idx", None) for node in inputs]
-
-
-def owners(graph: fx.Graph) -> list[int | None]:
-    """For each input of a traced graph, which of Dynamo's it is, or is a part of; None for others (2.11, 2.13)."""
-    found = []
-    for node in graph.find_nodes(op="placeholder"):
-        description = node.meta.get("desc")
-        while isinstance(description, SubclassGetAttrAOTInput):
-            description = description.base
-        found.append(description.idx if isinstance(description, PlainAOTInput) else None)
-    return found
 
 
 def placeholder_source(node: fx.Node) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput  # 2.11, 2.13
 
 
 def current_autograd_node() -> Any:
@@ -67,3 +68,14 @@ def inputs_in_results() -> list[int] | None:
     metadata = getattr(context, "fw_metadata", None)
     kinds = (OutputType.alias_of_input, OutputType.is_input)
     return None if metadata is None else [item.base_idx for item in metadata.output_info if item.output_type in kinds]
+
+
+def owners(graph: fx.Graph) -> list[int | None]:
+    """For each input of a traced graph, which of Dynamo's it is, or is a part of; None for others (2.11, 2.13)."""
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        description = node.meta.get("desc")
+        while isinstance(description, SubclassGetAttrAOTInput):
+            description = description.base
+        found.append(description.idx if isinstance(description, PlainAOTInput) else None)
+    return found
