@@ -208,32 +208,37 @@ def gradients_of(model: nn.Module) -> dict[str, int]:
     return {name: own(parameter).nbytes for name, parameter in model.named_parameters()}
 
 
-def largest_stage(name: str) -> int:
-    """That of the first layer and the embedding."""
+def of_two_stages(name: str) -> int:
+    """Of a layer, and of the first layer and the embedding; FSDP2 holds back those of its outer group until the end, all of it."""
     model, _ = ENGINES[name][0]()
-    return sum(size for name, size in gradients_of(model).items() if "layers.0." in name or "embed" in name)
+    sizes = gradients_of(model)
+    layer = sum(size for parameter, size in sizes.items() if "layers.0." in parameter)
+    outer = sum(
+        size for parameter, size in sizes.items() if "layers." not in parameter and (name == "FSDP2" or "embed" in parameter)
+    )
+    return 2 * layer + outer
 
 
 @dataclass(frozen=True)
 class Found:
-    """Whether updates are the same; bytes of gradients alive at once with the optimizer inside and behind, and of a stage's."""
+    """Whether updates are the same; bytes of gradients alive at once with the optimizer inside and behind, and of two stages'."""
 
     equal: bool
     inside: int
     behind: int
-    stage: int
+    two_stages: int
 
 
 def measured(rank: int, name: str) -> Found:
     with loss_parallel():
         pairs = zip(trained(name, rank, True), trained(name, rank, False), strict=True)
         equal = all(torch.equal(one, other) for one, other in pairs)
-        return Found(equal, alive(name, rank, True), alive(name, rank, False), largest_stage(name))
+        return Found(equal, alive(name, rank, True), alive(name, rank, False), of_two_stages(name))
 
 
 @pytest.mark.parametrize("name", only(["SimpleFSDP"], ENGINES))
 def test_an_optimizer_in_the_backward_pass(name: str) -> None:
     for found in on_ranks(measured, name):
         assert found.equal
-        assert found.inside <= 2 * found.stage
-        assert name == "DDP" or found.behind >= (LAYERS - 1) * found.stage  # all of them, which one can see
+        assert found.inside <= found.two_stages
+        assert name == "DDP" or found.behind >= 1.5 * found.two_stages  # all of them, which one can see
