@@ -209,7 +209,7 @@ def gradients_of(model: nn.Module) -> dict[str, int]:
 
 
 def of_two_stages(name: str) -> int:
-    """Of a layer, and of the first layer and the embedding; FSDP2 holds back those of its outer group until the end, all of it."""
+    """Of a layer, and of the first layer and the embedding; FSDP2 holds back all those of its outer group until the end."""
     model, _ = ENGINES[name][0]()
     sizes = gradients_of(model)
     layer = sum(size for parameter, size in sizes.items() if "layers.0." in parameter)
