@@ -107,7 +107,7 @@ def by_averaging_hooks(model: nn.Module, run: Any, optimizers: Optimizers) -> No
 
 
 def by_communication_hook(model: nn.Module, run: Any, optimizers: Optimizers) -> None:
-    """As DDP's own `_apply_optim_in_backward_hook` does it, which asks for a stream that a CPU does not have."""
+    """As DDP's own `_apply_optim_in_backward_hook` does it, without a stream of its own."""
 
     def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
         dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
