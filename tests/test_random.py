@@ -39,6 +39,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "asserted": (0, 1, 8),
     "features": (32, 34, 36),
     "stages": (0, 1, 2),
+    "whole": (0, 1, 2),
 }
 
 

@@ -52,6 +52,7 @@ def _run(rank: int, world: int, folder: str, function: Callable[..., Any], argum
     address = f"file://{folder}/store"  # no port, which another process might take
     wait = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=wait)
+    dist.barrier()  # a rank that ends at once would close what another is about to connect to
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")
     except Exception:
