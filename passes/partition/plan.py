@@ -68,7 +68,7 @@ class Plan:
 
         if self.options.save != "auto":
             return at(self.options.save)
-        results, is_alone = at("attention"), facts.collectives is None and not between.exchanges
+        results, is_alone = at("attention"), facts.collectives is None
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
         return results if keeps else at("inputs")
 

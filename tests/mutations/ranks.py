@@ -321,8 +321,8 @@ ROWS = (
         "again",
         "bytes say what ranks exchange again",
         "passes/partition/plan.py",
-        " and not between.exchanges",
-        "",
+        'at("attention"), facts.collectives is None',
+        'at("attention"), True',
         ("test_between.py::test_what_ranks_exchange_follows_from_no_size",),
     ),
     Mutation(
