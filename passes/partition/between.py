@@ -36,7 +36,7 @@ class Between:
         """Operators of the forward half that run whole, on rows or on what is made of rows; not on sums over rows."""
         found: set[fx.Node] = set()
         for node in self.facts.joint.nodes:
-            if node in self.facts.joint.forward and is_tensor(node) and not self._is_in_loop(node):
+            if node in self.facts.joint.forward and is_tensor(node) and not self.is_in_loop(node):
                 sources = producer_of(node).all_input_nodes
                 if node not in self.axes.static and any(source in found or self._has_rows(source) for source in sources):
                     found.add(node)
@@ -114,7 +114,7 @@ class Between:
 
     def _is_table(self, node: fx.Node) -> bool:
         """Whether a value is made of no rows, between loops, and has several numbers per row."""
-        is_made = node in self.axes.static and is_tensor(node) and not self._is_in_loop(node)
+        is_made = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
         return is_made and numeric(product(shape_of_node(node))) > self.length
 
     def _is_long(self, node: fx.Node) -> bool:
@@ -123,7 +123,8 @@ class Between:
     def _has_rows(self, node: fx.Node) -> bool:
         return is_tensor(node) and node not in self.axes.static and self.demand.form(node) is Form.ROWS
 
-    def _is_in_loop(self, node: fx.Node) -> bool:
+    def is_in_loop(self, node: fx.Node) -> bool:
+        """Whether a value is made chunk by chunk."""
         return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.demand.forms.get(node, ()))
 
 

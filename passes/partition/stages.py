@@ -88,10 +88,7 @@ class _Cutter:
 
     def is_streamed(self, node: fx.Node) -> bool:
         """Whether a node's value is made chunk by chunk and has to be kept if it is to cross a cut."""
-        return self.is_in_loop(node) and node not in self.axes.static
-
-    def is_in_loop(self, node: fx.Node) -> bool:
-        return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.demand.forms.get(node, ()))
+        return self.between.is_in_loop(node) and node not in self.axes.static
 
     def is_alive(self, node: fx.Node) -> bool:
         """Whether a value takes memory of its own from where it is made to where it is read last."""

@@ -177,7 +177,8 @@ def _handed_over(own: Tensor | None, given: Tensor | None) -> Tensor | None:
     """What a run has made, with what autograd gives: for a sharded input that is a stand-in, which says how its parts lie."""
     if own is None or given is None:
         return own if given is None else given
-    return rewrapped(given, lambda _: own) if is_sharded(given) else own + given  # type: ignore[no-any-return]
+    total: Tensor = rewrapped(given, lambda _: own) if is_sharded(given) else own + given
+    return total
 
 
 class _Once(torch.autograd.Function):
