@@ -32,7 +32,7 @@ from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.passes.partition.fit import fits_whole
+from streamfx.passes.partition.fit import fits_whole, may_fit_whole
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
 from streamfx.report.products import show_product
@@ -216,9 +216,10 @@ class Compilation:
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
-        if self.options.memory_budget is not None and self.options.chunk_size == "auto" and may_run_whole:
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
+        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
             halves = plain()
-            if self.fits_as_it_stands(capture(), *halves):
+            if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture)
         if facts.program is None:
