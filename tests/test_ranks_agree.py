@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
-from streamfx.errors import RanksDiffer
+from streamfx.errors import NotStreamed, OverBudget, RanksDiffer
 from streamfx.torch_private.ranks import Changed, Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
@@ -38,10 +38,11 @@ class Others:
     """Ranks that say the same, or something else, in turn."""
 
     def __init__(self, *say: str | None) -> None:
-        self.say, self.heard = list(say), list[tuple[str, str, bool]]()
+        self.say, self.heard, self.subjects = list(say), list[tuple[str, str, bool]](), set[str]()
 
-    def __call__(self, text: str, group: str, waits: bool = True, about: str | None = None) -> list[str]:
+    def __call__(self, text: str, group: str, subject: str, waits: bool = True, about: str | None = None) -> list[str]:
         self.heard.append((text, group, waits))
+        self.subjects.add(subject)
         other = self.say.pop(0) if waits else None
         if other == "nothing":
             raise Missing("nothing from rank 1 within 600 seconds")
@@ -67,7 +68,7 @@ def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("says", "words"), [(f"{FAILED}ValueError: no", "another rank could not analyse"), ("nothing", "nothing from rank 1")]
+    ("says", "words"), [(f"{FAILED}ValueError: no\nwait", "another rank does not run"), ("nothing", "nothing from rank 1")]
 )
 def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
     with pytest.raises(RanksDiffer, match=words):
@@ -81,7 +82,24 @@ def test_a_rank_that_fails_says_so(ranks: None) -> None:
         pytest.raises(RanksDiffer, match="this rank could not"),
     ):
         facts_of(decoder(), data_of(0, 12), others)
-    assert others.heard == [(f"{FAILED}ValueError: no", everybody().group_name, False)]
+    ((text, *how),) = others.heard
+    assert text.startswith(f"{FAILED}ValueError: no\nplease report this") and how == [everybody().group_name, False]
+    heard = Others(None)
+    facts_of(decoder(), data_of(0, 13), heard)
+    assert heard.subjects == others.subjects  # whatever the length, and before anything is known of the graph
+
+
+@pytest.mark.parametrize(
+    ("options", "do"),
+    [({"memory_budget": "1KiB", "chunk_size": "auto"}, "raise the budget"), ({"strict": True}, "drop strict=True")],
+)
+def test_a_rank_whose_user_is_refused_something_says_what_to_do(ranks: None, options: dict[str, Any], do: str) -> None:
+    model, others = decoder(), Others(None, None)
+    model.layers[0].forward = lambda x: x + x.sort(1)[0]  # type: ignore[method-assign]
+    with pytest.raises((OverBudget, NotStreamed)):
+        facts_of(model, data_of(0, 12), others, **options)
+    text, _, waits = others.heard[-1]
+    assert text.startswith(FAILED) and do in text and "report" not in text and not waits
 
 
 def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
@@ -92,12 +110,17 @@ def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
         h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
         return all_reduce(h.exp(), "sum", everybody()).square().sum()
 
-    others, x = Others(None, None), torch.randn(1, 2, 12, 4, requires_grad=True)
+    others, x = Others(None, None, None, None), torch.randn(1, 2, 12, 4, requires_grad=True)
     facts = facts_of(function, [x], others)
     assert not any(reductions(facts)) and facts.reasons() == [SEVERAL]
-    assert [group for _, group, _ in others.heard] == [half.group_name, everybody().group_name]
+    assert [group for _, group, _ in others.heard] == 2 * [half.group_name, everybody().group_name]
     with pytest.raises(RanksDiffer, match="in the same order"):
         facts_of(function, [x], Others(None, "another order"))
+    handed_on = Others(None, None, f"{FAILED}ValueError: no\nwait")  # a rank of this group has another one that does not agree
+    with pytest.raises(RanksDiffer, match="ValueError: no"):
+        facts_of(function, [x], handed_on)
+    left = [(text, group) for text, group, waits in handed_on.heard if not waits]
+    assert left == [(f"{FAILED}ValueError: no\nwait", group) for group in (half.group_name, everybody().group_name)]
 
 
 def test_sums_alone_need_no_agreement(ranks: None) -> None:
@@ -155,9 +178,9 @@ def sums_of_a_sharded_weight() -> Callable[[Tensor], Tensor]:
 def test_what_ranks_say_of_weights_is_the_same_for_all_lengths(ranks: None) -> None:
     function, heard = sums_of_a_sharded_weight(), []
     for length in (12, 13):
-        others = Others(None, None)
+        others = Others(None, None, None, None)
         facts_of(function, [torch.randn(1, 2, length, 4)], others)
-        heard.append([text for text, *_ in others.heard])
+        heard.append([text for text, *_ in others.heard][:2])
     (rows, weights), (other_rows, other_weights) = heard
     assert rows != other_rows and weights == other_weights
     assert "all_gather" in weights and "reduce_scatter" in weights

@@ -9,9 +9,11 @@ from torch import fx
 
 from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like
+from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.log import log
+from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
@@ -103,6 +105,16 @@ def why_no_stages(facts: Facts) -> str:
 def _unknown(node: fx.Node) -> str:
     line = source_line(node)
     return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
+
+
+def check_strict(facts: Facts, options: Options) -> None:
+    """Raise an error where `strict=True` asks that everything streams, and something of a graph does not."""
+    if options.strict and (reasons := facts.reasons()):
+        raise NotStreamed(
+            "strict=True asks that every stage streams",
+            found="; ".join(reasons),
+            do="change the code named above, or drop strict=True: the result is exact either way",
+        )
 
 
 def tell_of_whole_graph(facts: Facts) -> None:
