@@ -27,15 +27,12 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.passes.codegen.collective_order import (
-    AS_IT_STANDS,
     order_between_loops,
     order_with_chunks,
     traced_order,
     values_of_weights,
 )
 from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
-from streamfx.passes.operators.traits import producer_of
-from streamfx.passes.partition.between import Between
 from streamfx.ranks_differ import failed_elsewhere, failure, nothing_from_others, other_collectives, other_order_than_before
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
@@ -127,7 +124,7 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) ->
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
     if len(set(texts)) > 1:
-        raise other_collectives(*_first_difference(texts), any(text.startswith(AS_IT_STANDS) for text in texts))
+        raise other_collectives(*_first_difference(texts))
 
 
 def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
@@ -160,12 +157,9 @@ def groups_of_weights(facts: Facts) -> list[str]:
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
-    """The groups over which rows are exchanged between loops; where nothing streams, or may be, what is no mere sum."""
+    """The groups over which more than sums is sent: rows, also on a rank that has too few of them to find a sequence."""
     nodes = facts.joint.graph.nodes
-    if facts.found_demand is None or facts.axes.sequence is None:
-        return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
-    exchanged = {producer_of(node) for node in Between(facts).nodes}
-    return groups_of(node for node in nodes if node in exchanged)
+    return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
 
 def is_same_on_all_ranks(facts: Facts, group: str, board: _Board) -> bool:

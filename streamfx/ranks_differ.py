@@ -6,7 +6,7 @@ from streamfx.errors import RanksDiffer, StreamFXError, told
 
 UNTIL_THEN = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
 
-TWO_TOKENS = "give each call sequences of two tokens at least, and all calls as many (drop_last=True of a DataLoader)"
+TWO_TOKENS = "each call sequences of two tokens at least, and as many as others (drop_last=True of a DataLoader)"
 ALIKE = ("chunk_size", "loss_chunk_size", "save", "keep_every", "reshard")
 
 
@@ -33,14 +33,12 @@ def failed_elsewhere(failure: str) -> RanksDiffer:
     return RanksDiffer("all ranks have to run the same collectives, and another rank does not run this graph", found, do=do)
 
 
-def other_collectives(rank: int, first: str, other: str, as_it_stands: bool) -> RanksDiffer:
-    """Ranks would run other collectives, or the same in another order; `as_it_stands`: one of them has found no sequence."""
+def other_collectives(rank: int, first: str, other: str) -> RanksDiffer:
+    """Ranks would run other collectives, or the same in another order."""
     return RanksDiffer(
         "all ranks have to run the same collectives in the same order",
         found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-        do=TWO_TOKENS
-        if as_it_stands
-        else f"give all ranks the same options: {', '.join(ALIKE)}, and a memory_budget only if it is the same",
+        do=f"give all ranks the same options ({', '.join(ALIKE)}, and a memory_budget only if it is the same), and {TWO_TOKENS}",
     )
 
 
@@ -49,7 +47,7 @@ def other_order_than_before(before: str) -> RanksDiffer:
     return RanksDiffer(
         "the collectives of a model have one order, whatever the lengths, so that ranks may have lengths of their own",
         found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
-        do=TWO_TOKENS,
+        do=f"give {TWO_TOKENS}",
     )
 
 

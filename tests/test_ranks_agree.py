@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer
+from streamfx.identity import numbers_of_weights
 from streamfx.torch_private.ranks import Changed, Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
-from tests.support.sharded import whole
+from tests.support.sharded import Decoder, sharded, whole
 
 
 @pytest.fixture
@@ -201,3 +202,55 @@ def test_a_rank_keeps_to_an_order_that_was_agreed_on(ranks: None) -> None:
 
     with pytest.raises(RanksDiffer, match="began with all_gather of two weights"):
         facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], changed)
+
+
+# -- what is known already
+
+
+class Known:
+    """Notes under what a rank knows what was agreed on."""
+
+    def __init__(self) -> None:
+        self.about: list[str | None] = []
+
+    def __call__(self, text: str, group: str, about: str | None = None, **others: Any) -> list[str]:
+        self.about.append(about)
+        return [text]
+
+
+def known_of(model: Callable[..., Tensor], length: int, **options: Any) -> list[str | None]:
+    known = Known()
+    facts_of(model, data_of(0, length), known, **options)
+    assert known.about and all(known.about)
+    return known.about
+
+
+def gathered_decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return sharded(Decoder(2, width=32), DeviceMesh.from_group(everybody(), "cpu"))
+
+
+def test_a_model_is_known_at_all_lengths_and_in_all_chunks(ranks: None) -> None:
+    """So no rank waits for others that do not compile again."""
+    model = gathered_decoder()
+    first = known_of(model, 12)
+    assert known_of(model, 13) == known_of(model, 1) == first
+    assert known_of(model, 12, chunk_size=8, bodies="eager", loss_chunk_size=2) == first
+    assert known_of(model, 12, save="products") != first
+
+
+def test_two_models_are_never_one(ranks: None) -> None:
+    """What they send is the same, and so are the lines that send it: the order need not be."""
+    first, second = gathered_decoder(), gathered_decoder()
+    assert known_of(first, 12) != known_of(second, 12)
+    assert len(set(numbers_of_weights([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
+    assert numbers_of_weights(first.parameters()) == numbers_of_weights(first.parameters())
+
+
+def test_a_graph_of_sharded_weights_can_run_backward_twice_in_a_later_step(ranks: None) -> None:
+    torch._dynamo.reset()
+    function = torch.compile(gathered_decoder(), backend="streambp", options={"chunk_size": 4})
+    function(*data_of(0, 12)).backward()
+    loss = function(*data_of(0, 12))
+    loss.backward(retain_graph=True)
+    loss.backward()

@@ -108,7 +108,10 @@ class _Board:
         texts: dict[int, _Text] = {}
         while True:
             self._read_texts(number, texts)
-            if left := self._left_instead_of(own):  # looked at last: a rank leaves a text before it writes its next one
+            # looked at last: a rank leaves a text before it writes its next one
+            answered = {rank for rank, item in texts.items() if item.subject == self.subject}
+            left = {rank: item for rank, item in self._left_instead_of(own).items() if rank not in answered}
+            if left:
                 self.store.set(self._slot(number, self.rank), NOTHING)
                 self.store.add(self._counter, -1)
                 return [left.get(rank, text) for rank in self.ranks]
