@@ -5,6 +5,7 @@ Ranks are threads with one store; nothing is compiled.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
@@ -62,6 +63,7 @@ def test_a_rank_that_nobody_answers_says_whom_it_waited_for() -> None:
         board(store, 0, "graph", 3).exchanged("an order")
 
 
+@mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=20))
 def test_a_failure_is_told_once() -> None:
     """All of them try again, with a smaller batch: the lines of code are the same."""
     store = HashStore()
@@ -70,6 +72,7 @@ def test_a_failure_is_told_once() -> None:
     assert second.exchanged("an order") == ["failed", "an order"]
     with ThreadPoolExecutor(1) as thread:
         later = thread.submit(second.exchanged, "an order")
+        time.sleep(0.1)  # it looks before the first one has written
         assert first.exchanged("an order") == later.result() == ["an order"] * 2
 
 

@@ -319,14 +319,6 @@ ROWS = (
     ),
     Mutation(
         "ranks",
-        "what a rank has left is looked for before what others have written",
-        "streamfx/torch_private/ranks.py",
-        "            self._read_texts(number, texts)\n",
-        "",
-        ("test_board.py::test_texts_of_one_graph_meet",),
-    ),
-    Mutation(
-        "ranks",
         "a failure counts for all later attempts",
         "streamfx/torch_private/ranks.py",
         " and item.attempt >= text.attempt}",
