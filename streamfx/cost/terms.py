@@ -23,6 +23,7 @@ KEYS = "keys and values"
 KEY_GRADIENTS = "gradients of keys and values"
 CHUNK, LOSS = "chunk work", "loss chunk work"
 STATES = "states"
+BETWEEN_GRAPHS = "kept between graphs"
 OTHER = "other"
 
 

@@ -7,12 +7,16 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
+from streamfx.cost.curve import Curve
 from streamfx.cost.flops import attention_flops, is_fused_attention
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
+from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
+from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.joint import bound_arguments
@@ -20,6 +24,11 @@ from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
+from streamfx.report.timeline import Timeline, course_of
+from streamfx.report.verdict import CHECKPOINTING, EAGER
+
+OURS = "streamfx"
+CLOCK = "predicted at {rates.flops:.0e} FLOP/s, {rates.bandwidth:.0e} bytes/s and {rates.launch:.0e} s per operator"
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
@@ -83,6 +92,33 @@ class Explanation:
             "options": self.call.options.as_dict(),
         }
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes alive over the step, by term, beside checkpointing's and eager's; its peak is `peak_bytes` of the summary."""
+        rates = rates_of(self._device)
+        courses = [
+            course_of(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
+            for way, (curve, flops) in self.curves().items()
+        ]
+        return Timeline(tuple(courses), CLOCK.format(rates=rates))
+
+    def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
+        """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first."""
+        gradients = [gradient_bytes(graph) for graph in self._called]
+        at_end = self.baseline.gradients if with_baseline else 0
+        found = {OURS: (curve_of_calls(self.costs, gradients, at_end), flops_of_calls(self.costs))}
+        if with_baseline and self.call.checkpointed is not None:
+            checkpointed = self.visible(self.call.checkpointed)
+            found[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
+        if with_baseline:
+            found[EAGER] = curve_of_call(self.baseline), self.baseline.flops
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        sources = (source.meta.get("val") for graph in self.call.graphs for source in graph.facts.joint.sources)
+        return next((value.device for value in sources if isinstance(value, torch.Tensor)), torch.device("cpu"))
+
     # -- costs by graph, and by call
 
     @property
@@ -126,16 +162,17 @@ class Explanation:
 
     def _baseline_of_graphs(self) -> Cost:
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
-        peak = peak_of_calls(costs, [gradient_bytes(graph) for graph in self._called])
+        gradients = [gradient_bytes(graph) for graph in self._called]
+        peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
         names = ("held", "flops", "masked_flops", "attention_flops")
         held, flops, masked, attention = (sum(getattr(cost, name) for cost in costs) for name in names)
-        return Cost(peak, peak, held, flops, masked, attention_flops=attention)
+        return Cost(peak, peak, held, flops, masked, attention_flops=attention, forward_curve=curve)
 
 
 def _cost_with_backend(graph: TracedGraph) -> Cost:
     program = graph.facts.program
     halves = graph.halves if program is None else (program.forward, program.backward)
-    return cost_of(*halves, graph.num_outputs, loss_values(graph.facts))
+    return cost_of(*halves, graph.num_outputs, loss_values(graph.facts), recorded=True)
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:
@@ -144,7 +181,7 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
         return eager_cost_of_graph(graph.module)
     except Exception as error:
         log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
-        return cost_of(*graph.halves, graph.num_outputs)
+        return cost_of(*graph.halves, graph.num_outputs, recorded=True)
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
+from streamfx.cost.work import Work
 from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import waited
@@ -17,6 +19,7 @@ from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.text import in_flops
+from streamfx.report.timeline import Timeline, course_of
 
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
@@ -75,6 +78,20 @@ class PlanReport:
             "stages": found.stages,
             "stopped": found.stopped,
         }
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes alive over the step, by term, beside those of other ways; its peak is `peak_bytes` of the summary."""
+
+        def seconds(work: Work) -> float:
+            return self.device.seconds(work.flops, work.moved, work.launches)
+
+        courses = (course_of(way, curve, seconds, flops) for way, (curve, flops) in self.prediction.curves.items())
+        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}")
+
+    @property
+    def _assumed(self) -> str:
+        return ASSUMED if self.device.kind.type == "cuda" else ASSUMED_HERE
 
     def _host(self) -> dict[str, Any] | None:
         """What waits on the host between the halves; None where nothing does."""
@@ -140,7 +157,7 @@ class PlanReport:
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield from self._shares(summary["flops_by_kind"])
-        yield f"  time     {ASSUMED if self.device.kind.type == 'cuda' else ASSUMED_HERE}"
+        yield f"  time     {self._assumed}"
         yield from self._sent(summary["wire"])
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
