@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -106,12 +106,15 @@ def shortened(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, 
     """
     if len(points) <= most:
         return tuple(points)
-    size = -(-2 * len(points) // (most - 2))
-    inner = (position for first in range(0, len(points), size) for position in _extremes(points, first, first + size))
-    return tuple(points[position] for position in sorted({0, *inner, len(points) - 1}))
+    return tuple(points[position] for position in standing_out([point.total for point in points], most))
 
 
-def _extremes(points: Sequence[Point], first: int, stop: int) -> Iterable[int]:
-    own = range(first, min(stop, len(points)))
-    totals = [points[position].total for position in own]
-    return own[totals.index(max(totals))], own[totals.index(min(totals))]
+def standing_out(totals: Sequence[int], most: int) -> list[int]:
+    """Positions of at most so many: of neighbours the highest and the lowest, and both ends."""
+    count = len(totals)
+    if count <= most:
+        return list(range(count))
+    size = -(-2 * count // (most - 2))
+    parts = (range(first, min(first + size, count)) for first in range(0, count, size))
+    inner = (pick(part, key=totals.__getitem__) for part in parts for pick in (max, min))
+    return sorted({0, *inner, count - 1})

@@ -32,7 +32,7 @@ def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int 
 def curve_of_call(cost: Cost) -> Curve:
     """The curve of a call that ran in one piece, in eager."""
     forward = cost.forward_curve
-    return replace(forward, turn=forward.turn or forward.work).then(cost.backward_curve.above(forward.work))
+    return replace(forward, turn=forward.turn or forward.work).then(cost.backward_curve.above(forward.work)).shortened()
 
 
 def _terms(sizes: dict[str, int]) -> dict[str, int]:

@@ -17,18 +17,23 @@ from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
+from streamfx.inspection.page import page_of
 from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.report.diagram import Diagram, diagram_of
+from streamfx.report.exports import Exports
+from streamfx.report.flow import flow_of
+from streamfx.report.page import Page
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
 from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
 
 OURS = "streamfx"
-CLOCK = "predicted at {rates.flops:.0e} FLOP/s, {rates.bandwidth:.0e} bytes/s and {rates.launch:.0e} s per operator"
+CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.0f} us per operator"
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
@@ -40,7 +45,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     return Explanation(traced(model, args, kwargs, options))
 
 
-class Explanation:
+class Explanation(Exports):
     """What was found in one call; costs are predicted when they are first asked for."""
 
     def __init__(self, call: TracedCall) -> None:
@@ -100,7 +105,9 @@ class Explanation:
             course_of(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
             for way, (curve, flops) in self.curves().items()
         ]
-        return Timeline(tuple(courses), CLOCK.format(rates=rates))
+        return Timeline(
+            tuple(courses), CLOCK.format(flops=rates.flops / 1e9, bandwidth=rates.bandwidth / 1e9, launch=rates.launch * 1e6)
+        )
 
     def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
         """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first."""
@@ -113,6 +120,16 @@ class Explanation:
         if with_baseline:
             found[EAGER] = curve_of_call(self.baseline), self.baseline.flops
         return found
+
+    @property
+    def page(self) -> Page:
+        """What the HTML report shows."""
+        return page_of(self.call.name, self.summary(), self.timeline)
+
+    @property
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+        return diagram_of(self.page.stages, [flow_of(graph.facts) for graph in self.call.graphs])
 
     @property
     def _device(self) -> torch.device:

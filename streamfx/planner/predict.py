@@ -18,6 +18,7 @@ from streamfx.planner.host import bytes_on_host
 from streamfx.planner.models import loss_of
 from streamfx.planner.overlap import Stretch, stretches_of
 from streamfx.planner.shards import own_bytes
+from streamfx.report.flow import Handed, flow_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
 
 NO_MEASURE = "no measure"
@@ -40,8 +41,9 @@ class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
 
     `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which the forward half of each layer runs
-    twice from its first operator to its last; None where there are no layers. `curves` are the bytes alive along the step by each
-    way, ours first, and FLOPs.
+    twice from its first operator to its last; None where there are no layers. `options` are those in force, `sequence` the rows
+    of each graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first,
+    and FLOPs.
     """
 
     length: int
@@ -63,6 +65,9 @@ class Prediction:
     wire: dict[str, Any] | None = None
     stretches: tuple[Stretch, ...] = ()
     host_bytes: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sequence: tuple[int | None, ...] = ()
+    flows: tuple[list[Handed], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -108,6 +113,9 @@ def predict(
         wire=summary["wire"],
         stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
         host_bytes=sum(map(bytes_on_host, called)),
+        options=summary["options"],
+        sequence=tuple(summary["sequence"]),
+        flows=tuple(map(flow_of, facts)),
         curves=_curves(explanation, baselines, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
     )
 

@@ -14,11 +14,15 @@ from streamfx.cost.work import Work
 from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import waited
+from streamfx.planner.page import page_of_plan
 from streamfx.planner.predict import Prediction, Way
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
+from streamfx.report.diagram import Diagram, diagram_of
+from streamfx.report.exports import Exports
 from streamfx.report.names import joint_name, unnumbered
-from streamfx.report.text import in_flops
+from streamfx.report.page import Page
+from streamfx.report.text import in_flops, in_seconds
 from streamfx.report.timeline import Timeline, course_of
 
 KINDS = {"linear": "products", "attention": "attention"}
@@ -30,7 +34,7 @@ LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Exports):
     """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
 
     `prediction` is for the length asked for, or for the longest one that fits.
@@ -76,6 +80,8 @@ class PlanReport:
             "ways": other,
             "choices": found.choices,
             "stages": found.stages,
+            "sequence": list(found.sequence),
+            "options": dict(found.options),
             "stopped": found.stopped,
         }
 
@@ -88,6 +94,16 @@ class PlanReport:
 
         courses = (course_of(way, curve, seconds, flops) for way, (curve, flops) in self.prediction.curves.items())
         return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}")
+
+    @property
+    def page(self) -> Page:
+        """What the HTML report shows."""
+        return page_of_plan(self.summary(), self.timeline, self._counted(), self._divided())
+
+    @property
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+        return diagram_of(self.page.stages, self.prediction.flows)
 
     @property
     def _assumed(self) -> str:
@@ -243,13 +259,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
             cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         yield ("  " + "   ".join(cells)).rstrip()
-
-
-def in_seconds(number: float) -> str:
-    """
-    >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
-    ('4.2 ms', '12.3 s', '12.0 min')
-    """
-    if number < 1:
-        return f"{1000 * number:.1f} ms"
-    return f"{number:.1f} s" if number < 180 else f"{number / 60:.1f} min"

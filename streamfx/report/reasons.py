@@ -39,13 +39,14 @@ NO_SEQUENCE = "compile a larger part of the model in one graph, so that its atte
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One operator that runs whole; `matters` unless it works on little."""
+    """One operator that runs whole; `matters` unless it works on little. All rows of its values at once take `bytes`."""
 
     operator: str
     found: str
     where: str
     do: str
     matters: bool
+    bytes: int = 0
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
@@ -61,9 +62,15 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
 
 
 def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
-    own = max((bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)), default=0)
-    matters = node.target in CONTRACTIONS or own * OF_SUBSTANCE >= widest
-    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters)
+    sizes = {value: bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
+    matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
+    along = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
+    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters, along)
+
+
+def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
+    shape = facts.axes.shapes.get(value)
+    return shape is None or bool(facts.axes.sequence_dims(shape))
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from streamfx.cost.curve import Curve, Stretch
+from streamfx.cost.curve import Curve, Stretch, standing_out
 from streamfx.cost.work import Work
 
 Seconds = Callable[[Work], float]
@@ -37,6 +37,7 @@ class Course:
     terms: Mapping[str, tuple[int, ...]]
     turn: float
     end: float
+    flops: int = 0
     loops: tuple[LoopTime, ...] = ()
 
     @cached_property
@@ -48,17 +49,22 @@ class Course:
     def peak_bytes(self) -> int:
         return max(self.totals, default=0)
 
+    @property
+    def peak(self) -> int:
+        """The position of the moment at which most bytes are alive."""
+        return self.totals.index(self.peak_bytes) if self.totals else 0
+
+    def shortened(self, most: int) -> Course:
+        """At most so many moments, no peak lost."""
+        kept = standing_out(self.totals, most)
+        terms = {name: tuple(sizes[i] for i in kept) for name, sizes in self.terms.items()}
+        return replace(self, seconds=tuple(self.seconds[i] for i in kept), terms=terms)
+
     def as_dict(self) -> dict[str, Any]:
         terms = {name: list(sizes) for name, sizes in self.terms.items()}
         loops = [vars(loop) for loop in self.loops]
-        return {
-            "way": self.way,
-            "seconds": list(self.seconds),
-            "terms": terms,
-            "turn": self.turn,
-            "end": self.end,
-            "loops": loops,
-        }
+        found = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
+        return {**found, "turn": self.turn, "end": self.end, "flops": self.flops}
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None
         moments.append(latest)
     loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
     turn = scale * seconds(curve.turn) if curve.turn is not None else final
-    return Course(way, tuple(moments), _terms_of(curve), turn, final, loops)
+    return Course(way, tuple(moments), _terms_of(curve), turn, final, curve.work.flops if flops is None else flops, loops)
 
 
 def _loop_time(loop: Stretch, seconds: Seconds) -> LoopTime:
