@@ -23,6 +23,7 @@ from streamfx.inspection.wire import wire_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.flow import flow_of
@@ -130,6 +131,23 @@ class Explanation(Exports):
     def diagram(self) -> Diagram:
         """Stages, their loops, and what these hand to each other."""
         return diagram_of(self.page.stages, [flow_of(graph.facts) for graph in self.call.graphs])
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The bodies of all loops by name: what is computed for each chunk."""
+        return bodies_of([graph.facts for graph in self.call.graphs])
+
+    def print_readable(self, module: str | None = None, print_output: bool = True) -> str:
+        """Print, and return, the bodies of the stages that hold a module (`"model.layers.1"`; all without one) as Python that
+        runs: a class for each loop, whose `forward` computes a chunk.
+
+        Raises `ReportError` where no such module streams, with names that are near.
+        """
+        facts = [graph.facts for graph in self.call.graphs]
+        text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
+        if print_output:
+            print(text)
+        return text
 
     @property
     def _device(self) -> torch.device:
