@@ -27,10 +27,17 @@
     return Math.max(0, low - 1);
   };
 
+  // teeth are narrower than a dot: of all moments under the pointer the highest is read
+  const highest = (moments, totals, time, reach) => {
+    let found = last(moments, time - reach);
+    for (let i = found + 1; i < moments.length && moments[i] <= time + reach; i++) if (totals[i] > totals[found]) found = i;
+    return found;
+  };
+
   let shown = 0;
-  const show = (time) => {
+  const show = (time, reach) => {
     shown = Math.min(Math.max(time, 0), data.widest);
-    const at = last(data.seconds, shown), over = shown > data.end;
+    const at = highest(data.seconds, data.ways[0][2], shown, reach), over = shown > data.end;
     let sum = 0;
     data.terms.forEach(([, sizes], i) => {
       const size = over ? 0 : sizes[at];
@@ -40,7 +47,7 @@
     cells[data.terms.length].textContent = inBytes(sum);
     ways.forEach((cell, i) => {
       const [, moments, totals, end] = data.ways[i];
-      cell.textContent = shown > end ? "done" : inBytes(totals[last(moments, shown)]) + " here";
+      cell.textContent = shown > end ? "done" : inBytes(totals[highest(moments, totals, shown, reach)]) + " here";
     });
     const loop = data.loops.find(([, begins, ends]) => begins <= shown && shown < ends);
     const drawn = loop && loop[4] < loop[3] ? ", " + loop[4] + " drawn" : "";
@@ -64,14 +71,16 @@
   charts.forEach((chart) => {
     chart.addEventListener("pointermove", (event) => {
       const box = chart.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * chart.viewBox.baseVal.width;
-      show((widest(chart) * (x - data.left)) / (data.right - data.left));
+      const reach = widest(chart) / (data.right - data.left);
+      show(reach * (x - data.left), reach);
     });
     chart.addEventListener("pointerleave", hide);
     chart.addEventListener("blur", hide);
     chart.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (step) {
-        show(shown + (step * widest(chart)) / 200);
+        const reach = widest(chart) / 400;
+        show(shown + 2 * step * reach, reach);
         event.preventDefault();
       }
     });
