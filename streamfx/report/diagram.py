@@ -52,7 +52,7 @@ def diagram_of(lines: Sequence[Stages], flows: Sequence[Iterable[Handed]]) -> Di
     for number, line in enumerate(lines):
         own = list(_boxes(line, f"s{number}"))
         groups.append(Group(f"s{number}", _title(line), tuple(own)))
-        for stage in line.every:
+        for stage in line.every if line.stage["runs"] else ():
             names = [run["name"] for run in stage["runs"]]
             boxes.update(((stage["graph"], name), box) for name, box in zip(names, own, strict=True))
     return Diagram(tuple(groups), tuple(_arrows(boxes, flows)))
