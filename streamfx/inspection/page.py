@@ -58,7 +58,8 @@ def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken]) -> It
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
-    yield ways_table(timeline)
+    if timeline.others:
+        yield ways_table(timeline)
     if summary["wire"] is not None:
         yield wire_table_of(summary["wire"])
 

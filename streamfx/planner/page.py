@@ -20,7 +20,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
     return Page(
         title=summary["model"],
         subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
-        verdict=sentence(verdict(ours, others, why_nothing_streams(summary["stages"]))),
+        verdict=sentence(_found(summary) or verdict(ours, others, why_nothing_streams(summary["stages"]))),
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others, counted)),
         timeline=timeline,
@@ -33,11 +33,16 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
     )
 
 
-def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], counted: str) -> Iterator[Figure]:
+def _found(summary: Mapping[str, Any]) -> str:
+    """What a search has found, where one was asked for."""
     if summary["max_length"] is not None:
-        yield Figure("Longest that fits", f"{summary['max_length']:,}", "tokens")
+        return f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
     if summary["max_batch"] is not None:
-        yield Figure("Largest batch that fits", f"{summary['max_batch']:,}", "sequences")
+        return f"a batch of {summary['max_batch']:,} fits into {in_bytes(summary['memory'])}"
+    return ""
+
+
+def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], counted: str) -> Iterator[Figure]:
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{counted[:1].upper()}{counted[1:]}.{fits}")
     for other in others:
@@ -47,7 +52,8 @@ def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], count
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
-    yield ways_table(timeline)
+    if timeline.others:
+        yield ways_table(timeline)
     if summary["wire"] is not None:
         yield wire_table_of(summary["wire"])
     if summary["host"] is not None:

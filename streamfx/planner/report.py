@@ -93,7 +93,8 @@ class PlanReport(Exports):
             return self.device.seconds(work.flops, work.moved, work.launches)
 
         courses = (course_of(way, curve, seconds, flops) for way, (curve, flops) in self.prediction.curves.items())
-        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}")
+        waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
+        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}{waiting}")
 
     @property
     def page(self) -> Page:

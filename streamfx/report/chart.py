@@ -134,7 +134,7 @@ def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
 
 def _chart(scale: Scale, shapes: Sequence[Shape], turn: float, marked: Sequence[Course]) -> Chart:
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _round_steps(scale.seconds))
-    ys = tuple(Tick(scale.y(size), in_bytes(size)) for size in range(0, scale.most + 1, _step(scale.most)))
+    ys = tuple(Tick(scale.y(size), _exactly(size)) for size in range(0, scale.most + 1, _step(scale.most)))
     marks = tuple(_peak(course, scale) for course in marked if course.seconds)
     return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, scale.x(turn), marks)
 
@@ -180,6 +180,18 @@ def _step(most: int) -> int:
     factors = (1, 2, 5, 10, 20, 50, 100, 200, 256, 512)
     small = [unit // 8, unit // 4, unit // 2] if unit > 1 else []
     return next(step for step in (*small, *(unit * factor for factor in factors)) if step * TICKS >= most)
+
+
+def _exactly(size: int) -> str:
+    """A tick's bytes, with as many digits as it takes.
+
+    >>> _exactly(0), _exactly(1280 * 2**20), _exactly(3 * 2**18)
+    ('0', '1.25 GiB', '768 KiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):g} {unit}"
+    return f"{size} bytes" if size else "0"
 
 
 def _round_steps(seconds: float) -> list[float]:
