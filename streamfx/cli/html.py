@@ -6,8 +6,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from streamfx.report.exports import Exports, checked_path
+from streamfx.report.paths import checked_path
+
+if TYPE_CHECKING:
+    from streamfx.report.exports import Exports
 
 
 def add_html_argument(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
 
-from streamfx.errors import ReportError
 from streamfx.report.diagram import Diagram, as_dot, as_mermaid
 from streamfx.report.html import html_of
 from streamfx.report.page import Page
+from streamfx.report.paths import written
 from streamfx.report.perfetto import trace_of
 
 
@@ -32,7 +31,7 @@ class Exports:
 
         Raises `ReportError` where the file cannot be written.
         """
-        return _written(path, html_of(self.page))
+        return written(path, html_of(self.page))
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
         """Write a predicted trace that ui.perfetto.dev and chrome://tracing open: bytes by term as counters, stages and loops as
@@ -41,7 +40,7 @@ class Exports:
         Raises `ReportError` where the file cannot be written.
         """
         page = self.page
-        return _written(path, trace_of(page.timeline, page.stages))
+        return written(path, trace_of(page.timeline, page.stages))
 
     def to_mermaid(self) -> str:
         """Stages and loops as a Mermaid flowchart, which GitHub and many editors draw; stages that are alike are one."""
@@ -50,28 +49,3 @@ class Exports:
     def to_dot(self) -> str:
         """The same for Graphviz."""
         return as_dot(self.diagram)
-
-
-def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can be written there."""
-    found, asked = Path(path), f"a report is to be written to {os.fspath(path)!r}"
-    if found.is_dir():
-        raise ReportError(asked, found="a folder", do="give the path of a file in it")
-    if not found.absolute().parent.is_dir():
-        raise ReportError(asked, found=f"no folder {str(found.parent)!r}", do="make it, or give another path")
-    if not os.access(found if found.exists() else found.absolute().parent, os.W_OK):
-        raise ReportError(asked, found="a place that must not be written to", do="give another path")
-    return found
-
-
-def _written(path: str | os.PathLike[str], text: str) -> Path:
-    found = checked_path(path)
-    try:
-        found.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _not_written(path, error) from None
-    return found
-
-
-def _not_written(path: Any, error: OSError) -> ReportError:
-    return ReportError(f"a report is to be written to {os.fspath(path)!r}", found=str(error), do="give another path")
