@@ -202,12 +202,12 @@ def test_paths_are_refused_before_anything_is_traced(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("traced")
 
-    monkeypatch.setattr("streamfx.cli.explain.explain", never)
-    monkeypatch.setattr("streamfx.cli.explain.model_and_inputs", never)
-    monkeypatch.setattr("streamfx.cli.plan.plan", never)
+    monkeypatch.setattr("streamfx.inspection.tracing._trace", never)
     for command in ("explain", "plan"):
         assert main([command, "Qwen3-4B", "--html", path]) == 1
         assert found in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(streamfx.ReportError, match=found):
         streamfx.explain(Mixing(), rows()).to_html(path)
 
