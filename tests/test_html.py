@@ -115,6 +115,15 @@ def test_graph_breaks_and_whole_graphs_are_told() -> None:
     assert "No gain: nothing streams" in text
 
 
+def test_what_has_no_backward_half_or_makes_nothing() -> None:
+    with torch.no_grad():
+        chart = stacked_chart(streamfx.explain(Small(), tokens(1, 64), tokens(1, 64), options={"chunk_size": 16}).timeline.ours)
+    assert chart.turn is None
+    explanation = streamfx.explain(lambda x: x.view(-1), torch.randn(2, 3, requires_grad=True))
+    assert explanation.timeline.peak_bytes == explanation.summary()["peak_bytes"]
+    checked(html_of(explanation.page))
+
+
 def test_names_do_no_harm(explanation: streamfx.Explanation) -> None:
     page = explanation.page
     timeline = page.timeline

@@ -74,7 +74,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes from the back to the front, axes, where the backward half begins, the highest points, and loops.
+    """Shapes from the back to the front, axes, where the backward half begins (if there is one), the highest points, and loops.
 
     Ways that are `beyond` are cut off at the top.
     """
@@ -84,7 +84,7 @@ class Chart:
     shapes: tuple[Shape, ...]
     xs: tuple[Tick, ...]
     ys: tuple[Tick, ...]
-    turn: float
+    turn: float | None
     marks: tuple[Mark, ...]
     blocks: tuple[Block, ...] = ()
     beyond: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ def stacked_chart(course: Course, height: int = 330) -> Chart:
         totals = [below + own for below, own in zip(totals, sizes, strict=True)]
         shapes.append(Shape(name, colour_of(name, tuple(short.terms)), area(short.seconds, totals, course.end, scale)))
     blocks = tuple(_blocks(course.loops, scale))
-    return replace(_chart(scale, shapes[::-1], course.turn, [course]), blocks=blocks, height=height + STRIP)
+    return replace(_chart(scale, shapes[::-1], [course]), blocks=blocks, height=height + STRIP)
 
 
 def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
@@ -129,14 +129,17 @@ def beside_chart(timeline: Timeline, height: int = 240) -> Chart:
         short = course.shortened(MOST_MOMENTS)
         shapes.append(Shape(course.way, number % WAYS, area(short.seconds, short.totals, course.end, scale)))
     beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.most)
-    return replace(_chart(scale, shapes[::-1], timeline.ours.turn, near), beyond=beyond)
+    return replace(_chart(scale, shapes[::-1], near), beyond=beyond)
 
 
-def _chart(scale: Scale, shapes: Sequence[Shape], turn: float, marked: Sequence[Course]) -> Chart:
+def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[Course]) -> Chart:
+    """A chart whose first marked course is ours."""
+    ours = marked[0]
+    turn = scale.x(ours.turn) if ours.turn < ours.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _round_steps(scale.seconds))
     ys = tuple(Tick(scale.y(size), _exactly(size)) for size in range(0, scale.most + 1, _step(scale.most)))
     marks = tuple(_peak(course, scale) for course in marked if course.seconds)
-    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, scale.x(turn), marks)
+    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, turn, marks)
 
 
 def _peak(course: Course, scale: Scale) -> Mark:

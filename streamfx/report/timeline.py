@@ -43,7 +43,7 @@ class Course:
     @cached_property
     def totals(self) -> tuple[int, ...]:
         """The bytes alive, of all terms."""
-        return tuple(map(sum, zip(*self.terms.values(), strict=True)))
+        return tuple(map(sum, zip(*self.terms.values(), strict=True))) if self.terms else (0,) * len(self.seconds)
 
     @property
     def peak_bytes(self) -> int:
