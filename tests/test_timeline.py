@@ -16,7 +16,7 @@ from streamfx.cost.sampling import SampledLoop
 from streamfx.cost.teeth import MOST_TEETH, groups_of
 from streamfx.cost.terms import BETWEEN_GRAPHS, CHUNK, LOSS, OPTIMIZER, PARAMETERS
 from streamfx.cost.work import Work
-from streamfx.report.timeline import Course
+from streamfx.report.timeline import Course, LoopTime
 from tests.support.small import EXAMPLES, WIDTH, Causal, tokens
 from tests.test_explain import Broken, Layer, rows
 
@@ -87,6 +87,27 @@ def test_chunks_show_as_teeth(chunks: int) -> None:
     assert teeth(ours, CHUNK, first.begins, first.ends) >= first.drawn
     assert len(ours.seconds) <= 4000
     assert ours.peak_bytes == explanation.summary()["peak_bytes"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_chunks_that_ran_stand_for_all(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loop takes the time, and rises as high, as if every chunk had run."""
+
+    def found() -> list[tuple[Any, ...]]:
+        model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
+        ours = streamfx.explain(model, *arguments, options={"chunk_size": 1}).timeline.ours
+        return [(loop.name, loop.chunks, _highest(ours, loop), pytest.approx(loop.ends)) for loop in ours.loops]
+
+    sampled = found()
+    monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
+    monkeypatch.setattr("streamfx.cost.sampling.total_of", lambda part, stretch, costs: sum(costs[i] for i in part))
+    every = found()
+    assert sampled == every
+
+
+def _highest(course: Course, loop: LoopTime) -> int:
+    sizes = zip(course.seconds, course.totals, strict=True)
+    return max((size for at, size in sizes if loop.begins <= at < loop.ends), default=0)
 
 
 def test_equal_layers_are_drawn_though_one_of_them_ran(monkeypatch: pytest.MonkeyPatch) -> None:
