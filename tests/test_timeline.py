@@ -86,6 +86,8 @@ def test_chunks_show_as_teeth(chunks: int) -> None:
     first = ours.loops[0]
     assert teeth(ours, CHUNK, first.begins, first.ends) >= first.drawn
     assert len(ours.seconds) <= 4000
+    busy = [at for at, size in zip(ours.seconds, ours.terms[CHUNK], strict=True) if size and at < first.ends]
+    assert busy[-1] - first.begins > (1 - 1.5 / chunks) * (first.ends - first.begins)  # what stands for others takes their time
     assert ours.peak_bytes == explanation.summary()["peak_bytes"]
 
 
