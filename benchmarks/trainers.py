@@ -58,10 +58,10 @@ class TrlStep(Decoder):
         return self.trainer.compute_loss(self.trainer.model, inputs)  # type: ignore[no-any-return]
 
     def compiled(self, backend: str, options: Mapping[str, Any]) -> Callable[..., Tensor]:
-        import streamfx.integrations
+        import streamfx
 
         assert backend == "streambp"
-        streamfx.integrations.enable(self.trainer, **options)
+        streamfx.enable(self.trainer, **options)
         return self.loss
 
 

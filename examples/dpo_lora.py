@@ -33,7 +33,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
     from trl import DPOConfig, DPOTrainer
     from trl_steps import Reporting, byte_tokenizer, small_model, training_arguments
 
-    import streamfx.integrations
+    import streamfx
 
     trainer = DPOTrainer(
         small_model(options),
@@ -46,7 +46,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
         callbacks=[Reporting(report)],
     )
     if method == "streambp":
-        streamfx.integrations.enable(trainer)  # the one line
+        streamfx.enable(trainer)  # the one line
     trainer.train()
     report.end(trainer.model)
 

@@ -36,7 +36,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
     from trl import GRPOConfig, GRPOTrainer
     from trl_steps import Reporting, byte_tokenizer, small_model, training_arguments
 
-    import streamfx.integrations
+    import streamfx
 
     trainer = GRPOTrainer(
         small_model(options),
@@ -53,7 +53,7 @@ def work(method: str, options: argparse.Namespace, report: Report) -> None:
         callbacks=[Reporting(report)],
     )
     if method == "streambp":
-        streamfx.integrations.enable(trainer)  # the one line
+        streamfx.enable(trainer)  # the one line
     trainer.train()
     report.end(trainer.model)
 

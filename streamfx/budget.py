@@ -5,39 +5,65 @@ from __future__ import annotations
 import os
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 UNITS = {
     "": 1,
     "B": 1,
+    "BYTES": 1,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "K": 2**10,  # a letter alone is a power of 1,024, as where a GPU of "24G" is meant
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
 }
 AUTO = "auto"
+FORMS = "bytes (a whole number), a text like '24GiB' or '24G', a share of the device ('90%', or between 0.0 and 1.0), or 'auto'"
 RESERVE = 0.1  # of a device's memory: for workspaces of kernels, fragmentation, and what others take meanwhile
 STATE = 2  # numbers that an optimizer keeps beside a trained one, as Adam does; they are made after the first step
-AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.I)
+AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.ASCII)
+
+
+def amount_of(value: Any) -> int | float | None:
+    """Bytes, as a whole number, or a share of a device's memory, as a float; None for what is no amount of memory.
+
+    >>> amount_of("24GiB") == amount_of("24 G") == 24 * 2**30, amount_of("90%"), amount_of("0.9"), amount_of("1 byte")
+    (True, 0.9, 0.9, None)
+    """
+    if isinstance(value, str):
+        return _amount_of_text(value)
+    if isinstance(value, float):
+        return value if 0 < value <= 1 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _amount_of_text(text: str) -> int | float | None:
+    match = AMOUNT.fullmatch(text)
+    if match is None:
+        return None
+    number, unit = Fraction(match[1]), match[2].upper()
+    if unit == "%" or (not unit and "." in match[1]):
+        share = float(number / 100 if unit == "%" else number)
+        return share if 0 < share <= 1 else None
+    return (int(number * UNITS[unit]) or None) if unit in UNITS else None
 
 
 def is_budget(value: Any) -> bool:
-    """Whether a value says how much memory there is: bytes, a text like "24GiB", a share of the device's, "auto", or None."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, str):
-        return value == AUTO or ((match := AMOUNT.fullmatch(value)) is not None and match[2].upper() in UNITS)
-    if isinstance(value, float):
-        return 0 < value <= 1
-    return value is None or (isinstance(value, int) and value > 0)
+    """Whether a value says how much memory there is: an amount (see `FORMS`), "auto", or None."""
+    return value is None or (isinstance(value, str) and value == AUTO) or amount_of(value) is not None
 
 
 def bytes_of(budget: int | float | str, device: torch.device, held: int = 0, trained: int = 0) -> int:
@@ -46,20 +72,21 @@ def bytes_of(budget: int | float | str, device: torch.device, held: int = 0, tra
     "auto" is what a step holds already, and what is free on the device now, less a reserve and the state that an optimizer makes
     for `trained` bytes of gradients.
 
+    >>> import torch
     >>> bytes_of("24GiB", torch.device("cpu")), bytes_of(1000, torch.device("cpu"))
     (25769803776, 1000)
     """
     if budget == AUTO:
         return held + max(0, free_on(device) - int(RESERVE * memory_of(device)) - STATE * trained)
-    if isinstance(budget, str):
-        match = AMOUNT.fullmatch(budget)
-        assert match is not None
-        return int(float(match[1]) * UNITS[match[2].upper()])
-    return int(budget * memory_of(device)) if isinstance(budget, float) else budget
+    amount = amount_of(budget)
+    assert amount is not None
+    return int(amount * memory_of(device)) if isinstance(amount, float) else amount
 
 
 def free_on(device: torch.device) -> int:
     """Bytes that new tensors may take on a device: free ones, and those that its allocator holds for nobody."""
+    import torch
+
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -87,6 +114,8 @@ def _free_of_group() -> int:
 
 def memory_of(device: torch.device) -> int:
     """Bytes of memory that a device has."""
+    import torch
+
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -112,7 +112,7 @@ class PlanError(StreamFXError, ValueError):
 
 
 class IntegrationError(StreamFXError, TypeError):
-    """`streamfx.integrations.enable` was given something that it cannot compile in place."""
+    """`streamfx.enable` was given something that it cannot compile in place."""
 
 
 class ReportError(StreamFXError, OSError):

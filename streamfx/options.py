@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from streamfx.budget import is_budget
+from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 
 ENVIRONMENT = "STREAMFX_OPTIONS"
@@ -31,9 +31,9 @@ class Options:
         budget, what the plan chooses).
     keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are made
         again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
-    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB", a share of the device's
-        memory (0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as it can be within it.
-        None: chunks are small, memory is what it takes.
+    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB" or "24G", a share of the
+        device's memory ("90%", 0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as it can
+        be within it. None: chunks are small, memory is what it takes.
     offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in pinned
         memory; on a CPU in memory-mapped files).
     bodies: who runs the loop bodies: "eager", "inductor", "auto".
@@ -47,6 +47,15 @@ class Options:
         parameters wait.
     strict: raise instead of running a stage whole.
     check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
+
+    Wherever options are taken, they may be a dictionary, or such an object: it stands for what it sets otherwise than by default.
+
+    >>> import streamfx
+    >>> streamfx.Options(chunk_size=512, memory_budget="24G").given()
+    {'chunk_size': 512, 'memory_budget': '24G'}
+
+    Raises:
+        OptionError: a value that an option cannot have.
     """
 
     chunk_size: int | Literal["auto"] = "auto"
@@ -63,9 +72,17 @@ class Options:
     strict: bool = False
     check_passes: bool = False
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(field.name, getattr(self, field.name), "streamfx.Options(...)")
+
     def as_dict(self) -> dict[str, Any]:
-        """The options by name."""
+        """All options by name."""
         return asdict(self)
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not what they are by default, by name."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def ordering(self) -> str:
         """Those that the order of a graph's collectives may follow from, as text."""
@@ -101,15 +118,30 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
     """The options as a dictionary of valid values; `origin` says in an error where they came from."""
     if options is None:
         return {}
+    if isinstance(options, Options):
+        return options.given()
     if not isinstance(options, Mapping):
         raise OptionError(
-            f"{origin} must be a dictionary of options",
+            f"{origin} must be a dictionary of options, or streamfx.Options",
             found=f"{options!r} ({type(options).__name__})",
             do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
         )
     for name, value in options.items():
         _check(name, value, origin)
     return dict(options)
+
+
+def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Options that were given as `options=` and by their names, as one dictionary; both may not say different things of one."""
+    whole, named = checked(options, f"options= of {origin}"), checked(keywords, origin)
+    for name in whole.keys() & named.keys():
+        if whole[name] != named[name]:
+            raise OptionError(
+                f"{origin} was given the option {name!r} twice, with different values",
+                found=f"{name}={named[name]!r}, and {whole[name]!r} in options=",
+                do="give it once",
+            )
+    return {**whole, **named}
 
 
 def _check(name: Any, value: Any, origin: str) -> None:
@@ -135,7 +167,7 @@ def _check(name: Any, value: Any, origin: str) -> None:
             raise OptionError(
                 f"option {name!r} of {origin} cannot be {value!r}",
                 found=f"{value!r} ({type(value).__name__})",
-                do="give bytes (a whole number), a text like '24GiB', a share of the device between 0.0 and 1.0, or 'auto'",
+                do=f"give {FORMS}",
             )
         return
     allowed = ALLOWED[name]
@@ -209,14 +241,19 @@ class configure:
     A block holds for its own thread (and `asyncio` task) alone, and for those tasks that are begun in it. Once it is left, what
     it set is off, in whatever order blocks are left. What is compiled keeps the options that it was compiled with.
 
+    `options` are those of `streamfx.Options`, by their names, or one such object or dictionary as `options=`.
+
     >>> import streamfx
     >>> with streamfx.configure(chunk_size=512):
     ...     streamfx.options.resolved().chunk_size
     512
+
+    Raises:
+        OptionError: an option that does not exist, or a value that it cannot have; nothing is set then.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = checked(options, "streamfx.configure(...)")
+    def __init__(self, *, options: Any = None, **keywords: Any) -> None:
+        self._options = merged(options, keywords, "streamfx.configure(...)")
         self._called = _Layer(self._options)
         self._blocks: list[_Layer] = []
         _of_process.append(self._called)

@@ -225,7 +225,8 @@ def test_what_cannot_be_enabled(given: Callable[[], Any], said: str) -> None:
     [
         ({"chunksize": 8}, "did you mean 'chunk_size'"),
         ({"chunk_size": "8"}, "1 or more, or 'auto'"),
-        ({"options": {"chunk_size": 8}}, "takes options by their names"),
+        ({"options": 8}, "must be a dictionary of options, or streamfx.Options"),
+        ({"options": {"chunk_size": 8}, "chunk_size": 9}, "option 'chunk_size' twice"),
         ({"dynamic": "yes"}, "dynamic of .* cannot be 'yes'"),
     ],
     ids=str,

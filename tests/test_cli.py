@@ -115,7 +115,7 @@ def test_doctor_names_libraries_that_are_too_old(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("streamfx.cli.doctor._version", lambda name: "1.14.2" if name == "trl" else None)
     monkeypatch.setattr("streamfx.cli.doctor.self_test", lambda: {"ok": True, "max_error": 0.0, "seconds": 0.0})
     assert main(["doctor"]) == 0
-    assert "trl 1.14.2 (streamfx.integrations.enable needs 1.15)" in capsys.readouterr().out
+    assert "trl 1.14.2 (streamfx.enable needs 1.15)" in capsys.readouterr().out
 
 
 def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

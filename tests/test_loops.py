@@ -1,4 +1,4 @@
-"""`streamfx.integrations.enable` in loops that people write themselves: PEFT, accelerate, Lightning Fabric, generation."""
+"""`streamfx.enable` in loops that people write themselves: PEFT, accelerate, Lightning Fabric, generation."""
 
 from __future__ import annotations
 

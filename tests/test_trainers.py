@@ -1,4 +1,4 @@
-"""Real trainers with `streamfx.integrations.enable`: the same losses, metrics and final weights as without it (float32, 1e-5)."""
+"""Real trainers with `streamfx.enable`: the same losses, metrics and final weights as without it (float32, 1e-5)."""
 
 from __future__ import annotations
 
@@ -252,8 +252,6 @@ def test_a_step_that_fails_can_be_followed_by_others(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     trainer = build("transformers", tmp_path)
-    with enable(trainer, chunk_size=8), pytest.raises(IntegrationError, match="compiled already"):
-        enable(trainer)
     with pytest.raises(IntegrationError, match="was told to do so"):
         enable(build("transformers", tmp_path, torch_compile_backend="eager"))
     with pytest.raises(IntegrationError, match="in place"):

@@ -111,7 +111,7 @@ def self_test() -> dict[str, Any]:
 
 
 def _installed(name: str, version: str | None) -> str:
-    too_old = f" (streamfx.integrations.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
+    too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
     return f"{name} {version or 'not installed'}{too_old}"
 
 

@@ -17,8 +17,9 @@ from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
+from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
-from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
+from streamfx.inspection.tracing import TracedCall, TracedGraph, original, traced
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
@@ -40,10 +41,31 @@ CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
-    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device. The result
-    prints as a report, and its `summary()` is a dictionary.
+    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device.
+
+    Args:
+        model: a module, or a function of one.
+        args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
+            names an argument so.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names.
+
+    Returns:
+        What was found: it prints as a report that begins with whether the backend pays, and `summary()` is a dictionary.
+
+    Raises:
+        NotTraced: nothing of the call arrived at the backend.
+        OptionError: an option that does not exist, or a value that it cannot have.
+        OverBudget: no plan is within `memory_budget`.
+
+    >>> import torch, streamfx
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    >>> found = streamfx.explain(lambda x: model(x).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+    >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
+    (['streamed', 'streamed'], 0)
     """
-    return Explanation(traced(model, args, kwargs, options))
+    model = original(model)
+    given, kwargs = options_among(model, options, kwargs, "streamfx.explain(...)")
+    return Explanation(traced(model, args, kwargs, given))
 
 
 class Explanation(Exports):

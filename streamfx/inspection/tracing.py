@@ -99,7 +99,7 @@ def traced(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None, baselines: bool = True
 ) -> TracedCall:
     """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`."""
-    model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    model = original(model)
     if not callable(model):
         raise _not_traced(f"a {type(model).__name__}, which cannot be called")
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
@@ -120,6 +120,11 @@ def traced(
 def _name_of(model: Callable[..., Any]) -> str:
     """What people call it: a module by its class, a function by its name."""
     return str(getattr(model, "__qualname__", type(model).__name__))
+
+
+def original(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` has wrapped, where it has."""
+    return model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
 
 
 def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker) -> None:

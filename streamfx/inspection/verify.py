@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.inspection.keywords import options_among
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, is_compiled, keystr, tree_flatten_with_path, tree_leaves
@@ -31,9 +32,31 @@ def verify(
     `loss` makes the number to differentiate of the model's output; without it that is `output.loss`, the output itself if it is
     a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
     that require them. The model's state, its `.grad`s and all random generators are left as they were.
+
+    Args:
+        model: a module, or a function of one.
+        args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
+            names an argument so.
+        loss: a function from the output to a tensor with one element.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names.
+
+    Returns:
+        The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
+
+    Raises:
+        NotComparable: the call fails in eager, draws random numbers, or has no loss.
+        OptionError: an option that does not exist, or a value that it cannot have.
+        OverBudget: no plan is within `memory_budget`.
+
+    >>> import torch, streamfx
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
+    >>> found = streamfx.verify(model, torch.randn(2, 64, 8).double(), loss=lambda y: y.square().mean(), chunk_size=16)
+    >>> found.ok, found.max_error < 1e-12
+    (True, True)
     """
     model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
-    given = resolved(options)
+    asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
+    given = resolved(asked)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
     _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])

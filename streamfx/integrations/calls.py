@@ -37,6 +37,7 @@ class Calls:
     """Stands in for a module's `__call__`; counts what it does."""
 
     note, engine = "", ""  # what is added to what `Enabled` says, and which engine was seen around the calls
+    enabled: Any = None  # the `Enabled` that it is of
 
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]

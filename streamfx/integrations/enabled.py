@@ -10,35 +10,35 @@ from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
-from streamfx.options import checked
 
-ORIGIN = "streamfx.integrations.enable(...)"
+ORIGIN = "streamfx.enable(...)"
 
 
 class Enabled:
     """Modules that run through the backend until `disable` is called."""
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
-        self.options, self._given, self._dynamic = _checked(options, dynamic), given, dynamic
+        self.options, self.dynamic, self._given = dict(options), dynamic, given
         self._install(found_in(given))
 
     def _install(self, found: Found) -> None:
         for target in found.targets:
             if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
-                    f"streamfx.integrations.enable compiles {target.name} in place, and it is compiled already",
+                    f"streamfx.enable compiles {target.name} in place, and it is compiled already",
                     found="an earlier enable(...) or module.compile(...)",
                     do="call .disable() of what the first call returned, or leave module.compile(...) out",
                 )
         self.targets, self.engines = tuple(found.targets), tuple(found.engines)
-        shared = Shared(self.options, self._dynamic)
+        shared = Shared(self.options, self.dynamic)
         self.calls: dict[str, Calls | Part] = {
             target.name: Part(target, shared)
             if target.is_part
-            else Calls(target.module, self.options, self._dynamic, self._look_again)
+            else Calls(target.module, self.options, self.dynamic, self._look_again)
             for target in found.targets
         }
         for target in found.targets:
+            self.calls[target.name].enabled = self
             self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
@@ -88,16 +88,11 @@ class Enabled:
     __repr__ = __str__
 
 
-def _checked(options: Mapping[str, Any], dynamic: Any) -> dict[str, Any]:
-    """The backend's options, named one by one; raises before anything is compiled."""
-    if "options" in options:
-        raise OptionError(
-            f"{ORIGIN} takes options by their names", found=f"options={options['options']!r}", do="write chunk_size=1024"
-        )
+def check_dynamic(dynamic: Any) -> None:
+    """Raise before anything is compiled."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise OptionError(
             f"dynamic of {ORIGIN} cannot be {dynamic!r}",
             found=f"{dynamic!r} ({type(dynamic).__name__})",
             do="give True (one graph for all lengths), False (a graph for each), or None (torch.compile's default)",
         )
-    return checked(options, ORIGIN)

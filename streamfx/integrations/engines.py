@@ -55,7 +55,7 @@ def check_engine(model: nn.Module) -> None:
     """Raise where nothing of a model can be compiled without taking more memory than before."""
     if any(hasattr(parameter, ZERO_3) for parameter in model.parameters()):
         raise IntegrationError(
-            "streamfx.integrations.enable cannot compile a model of DeepSpeed's ZeRO-3",
+            "streamfx.enable cannot compile a model of DeepSpeed's ZeRO-3",
             found=f"parameters with {ZERO_3}: a hook on every module gathers them, and the graph is cut at each",
             do="take ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
         )

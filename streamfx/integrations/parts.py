@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.backend import streambp
-from streamfx.integrations.calls import CallCounts, generates, keeps_cache, run, without_cache
+from streamfx.integrations.calls import CallCounts, Calls, generates, keeps_cache, run, without_cache
 from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.torch_private import is_sharded
@@ -32,6 +32,14 @@ MARK = "_is_of_streamfx"
 def is_enabled(module: nn.Module) -> bool:
     """Whether a module's forward has been replaced by an earlier `enable`."""
     return hasattr(module.__dict__.get("forward"), MARK)
+
+
+def calls_of(module: nn.Module) -> Calls | Part | None:
+    """What an earlier `enable` has put in place of a module's calls."""
+    for slot in (module._compiled_call_impl, module.__dict__.get("forward")):
+        if isinstance(slot, Calls) or hasattr(slot, MARK):
+            return slot if isinstance(slot, Calls) else getattr(slot, MARK)
+    return None
 
 
 class Shared:
@@ -83,6 +91,7 @@ class Part:
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
         self._gave_deferred: bool | None = None
         self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
+        self.enabled: Any = None  # the `Enabled` that it is of
         shared.parts.append(self)
         before = self.module.forward if self.within_hooks else self.module._call_impl
         self._before: Callable[..., Any] = before
@@ -93,7 +102,7 @@ class Part:
         # Dynamo may be looking for frames to compile when a root calls it: this one is not
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, before)
-        setattr(self._installed, MARK, True)
+        setattr(self._installed, MARK, self)
 
     def install(self) -> None:
         self._refused = let_trace(self.module)

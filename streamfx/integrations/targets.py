@@ -21,7 +21,7 @@ from streamfx.integrations.versions import check_versions
 from streamfx.torch_private import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
-ASKED = "streamfx.integrations.enable takes a module, or a trainer that has one"
+ASKED = "streamfx.enable takes a module, or a trainer that has one"
 BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
 OWN_HEAD = "fused_lm_head"
 
@@ -38,7 +38,9 @@ def found_in(given: Any) -> Found:
     """What of a trainer or a model has to be compiled."""
     found: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
-    models = list(_models_of(given))
+    if not isinstance(given, nn.Module):
+        _check_trainer(given)
+    models = list(models_of(given))
     check_versions([given, getattr(given, "accelerator", None), *(part for _, model in models for part in model.modules())])
     for name, model in models:
         inner, around = _unwrapped(model)
@@ -54,7 +56,8 @@ def found_in(given: Any) -> Found:
     return Found(list(found.values()), list(engines))
 
 
-def _models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
+def models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
+    """A model, or those that a trainer holds, by name."""
     if isinstance(given, nn.Module):
         yield "model", given
         return
@@ -63,7 +66,6 @@ def _models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
         raise IntegrationError(
             ASKED, found=f"a {_described(given)}", do="give the trainer after it was made, or the model itself"
         )
-    _check_trainer(given)
     yield "model", model
     for name in BESIDE:
         other = getattr(given, name, None)
@@ -75,7 +77,7 @@ def _check_trainer(trainer: Any) -> None:
     arguments = getattr(trainer, "args", None)
     if getattr(arguments, "torch_compile", False):
         raise IntegrationError(
-            "streamfx.integrations.enable compiles the model, and the trainer was told to do so, too",
+            "streamfx.enable compiles the model, and the trainer was told to do so, too",
             found=f"torch_compile_backend={getattr(arguments, 'torch_compile_backend', None)!r} in {type(arguments).__name__}",
             do="leave torch_compile, torch_compile_backend and torch_compile_mode out of the trainer's arguments",
         )
@@ -92,13 +94,13 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """The module inside of wrappers, which stay around it, and what is said of them."""
     if is_compiled(model):
         raise IntegrationError(
-            "streamfx.integrations.enable compiles a module in place, and this one is compiled already",
+            "streamfx.enable compiles a module in place, and this one is compiled already",
             found="the result of torch.compile(module)",
             do="give the module itself: compiled by a wrapper, it would also be saved with other keys",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise IntegrationError(
-            "streamfx.integrations.enable compiles a module in place, and torch.compile cannot look into this one",
+            "streamfx.enable compiles a module in place, and torch.compile cannot look into this one",
             found=f"a {type(model).__name__} of torch.jit",
             do="give the module that it was scripted or traced from",
         )

@@ -29,7 +29,7 @@ def check_versions(given: Iterable[Any]) -> None:
         found = _version(name)
         if is_too_old(name, found):
             raise IntegrationError(
-                f"streamfx.integrations.enable relies on what {name} has since version {LEAST[name]}",
+                f"streamfx.enable relies on what {name} has since version {LEAST[name]}",
                 found=f"{name} {found}, which {object_of_it} comes from",
                 do=f"pip install '{name}>={LEAST[name]}'",
             )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from streamfx.budget import AUTO, bytes_of, is_budget
-from streamfx.errors import PlanError
-from streamfx.options import checked
+from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
+from streamfx.errors import OptionError, PlanError
+from streamfx.options import NAMES, Options, merged
 from streamfx.planner.collector import uncollected
 from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
@@ -24,6 +27,34 @@ from streamfx.planner.search import Limits
 from streamfx.planner.shards import Sharding, checked_sharding
 from streamfx.planner.step import Inputs, Step
 from streamfx.planner.tensors import check_plan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `plan`, which says what they mean."""
+
+    model: Any
+    seq: int
+    batch: int
+    memory: int | float | str | None
+    host_memory: int | str | None
+    dtype: str
+    lora_rank: int | None
+    quantize: str | None
+    optimizer: str
+    world: int
+    shard: str
+    tensor: int
+    context: int
+    max_length: bool
+    max_batch: bool
+    device: str
+    baselines: bool
+    objective: str
+    group: int
+    inputs: Inputs | None
+    options: Mapping[str, Any]
+    noted: Callable[[Prediction], None] | None
 
 
 def plan(
@@ -48,44 +79,79 @@ def plan(
     objective: str = "sft",
     group: int = 8,
     inputs: Inputs | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Options | None = None,
     noted: Callable[[Prediction], None] | None = None,
+    **keywords: Any,
 ) -> PlanReport:
-    """Predict a training step: peak memory by term, FLOPs, time, and the longest length or largest batch that fits into `memory`.
+    """Predict a training step, and the longest length or largest batch that fits into `memory`; nothing is computed.
 
-    `model` is a Hugging Face configuration (an object, a mapping, a folder, a JSON file, or the name of one that is shipped)
-    or a model on the meta device, which is called with `inputs(batch, length)` and returns its loss, or logits of the labels
-    among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
-    and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
-    its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
-    "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
-    each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters.
-    `tensor` of them cut layers as the plan of their configuration says, `context` divide each sequence, and swap its rows for
-    heads around attention (Ulysses). `host_memory` is what inputs of stages may take that wait on a host, which 8 devices share.
-    `noted` is told each prediction. Nothing is computed.
+    Args:
+        model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
+            that is shipped), or a model on the meta device: `inputs(batch, length)` are its arguments, loss or logits come out.
+        seq, batch: tokens and sequences of a step, on each device; `max_length` or `max_batch` asks for the most that fit.
+        memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
+        dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
+        optimizer: whose state is counted: "adamw", "adamw8bit", "sgd" or "none".
+        world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
+        tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
+        device: whose kernels and rates are planned for: "H100" and others, or "here".
+        objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
+        baselines, noted: whether other ways are followed, too; what is told each prediction.
+        options, keywords: the backend's options, as a dictionary or `streamfx.Options`, and by their names.
+
+    Returns: what was found; it prints as a page, and `summary()` is a dictionary.
+    Raises: PlanError, OptionError for what cannot be asked; OverBudget where nothing fits into `memory`.
+
+    >>> import torch, streamfx
+    >>> class Mean(torch.nn.Linear):
+    ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+    >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+    >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
+    1024
     """
-    _check(dtype, memory, inputs)
-    _check_host_memory(host_memory)
-    _check_counts(seq=(seq, 2), batch=(batch, 1), group=(group, 1), lora_rank=(lora_rank or 1, 1))
-    _check_counts(world=(world, 1), tensor=(tensor, 1), context=(context, 1))
-    _check_search(memory, max_length, max_batch)
-    given, wanted = checked(options, "streamfx.plan(options=...)"), objective_called(objective, group)
-    ranks = checked_sharding(world, shard, tensor, context)
-    _check_rows(context, seq)
-    _check_divided(ranks, objective, inputs, lora_rank or quantize)
+    given = _options(options, keywords)
+    sizes: dict[str, Any] = {"seq": seq, "batch": batch, "memory": memory, "host_memory": host_memory, "inputs": inputs}
+    kinds: dict[str, Any] = {"dtype": dtype, "lora_rank": lora_rank, "quantize": quantize, "optimizer": optimizer}
+    ranks: dict[str, Any] = {"world": world, "shard": shard, "tensor": tensor, "context": context, "device": device}
+    sought: dict[str, Any] = {"max_length": max_length, "max_batch": max_batch, "objective": objective, "group": group}
+    return _planned(Asked(model, baselines=baselines, options=given, noted=noted, **sizes, **kinds, **ranks, **sought))
+
+
+def _planned(asked: Asked) -> PlanReport:
+    _check(asked.dtype, asked.memory, asked.inputs)
+    _check_host_memory(asked.host_memory)
+    _check_counts(seq=(asked.seq, 2), batch=(asked.batch, 1), group=(asked.group, 1), lora_rank=(asked.lora_rank or 1, 1))
+    _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
+    _check_search(asked.memory, asked.max_length, asked.max_batch)
+    wanted = objective_called(asked.objective, asked.group)
+    ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
+    _check_rows(asked.context, asked.seq)
+    _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
     with uncollected():
-        made = wanted.step(built(model, dtype, lora_rank, quantize))
-    name = Path(model).name if isinstance(model, str) else type(made).__name__
-    _check_made(made, tensor, context)
-    state = state_bytes(made, optimizer, ranks)
-    step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
+        made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
+    name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
+    _check_made(made, asked.tensor, asked.context)
+    state = state_bytes(made, asked.optimizer, ranks)
+    step = Step(name, made, wanted, device_called(asked.device), asked.inputs, state, asked.noted, ranks)
     limits = Limits(
-        None if memory is None else bytes_of(memory, here()),
-        None if host_memory is None else bytes_of(host_memory, here()) // sharing(world),
+        None if asked.memory is None else bytes_of(asked.memory, here()),
+        None if asked.host_memory is None else bytes_of(asked.host_memory, here()) // sharing(asked.world),
     )
-    if max_length or max_batch:
-        return step.searched(limits, given, batch, seq, max_batch, few=not isinstance(model, nn.Module))
-    return step.planned(limits, given, batch, seq, baselines)
+    if asked.max_length or asked.max_batch:
+        few = not isinstance(asked.model, nn.Module)
+        return step.searched(limits, asked.options, asked.batch, asked.seq, asked.max_batch, few)
+    return step.planned(limits, asked.options, asked.batch, asked.seq, asked.baselines)
+
+
+def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's options; a name that is none may be a misspelt argument."""
+    for name in keywords.keys() - set(NAMES):
+        known = [*inspect.signature(plan).parameters, *NAMES]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
+        raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
+    return merged(options, keywords, "streamfx.plan(...)")
 
 
 def _check_made(model: nn.Module, tensor: int, context: int) -> None:
@@ -97,8 +163,8 @@ def _check_made(model: nn.Module, tensor: int, context: int) -> None:
 
 
 def _check_host_memory(size: Any) -> None:
-    if size is not None and (isinstance(size, float) or size == AUTO or not is_budget(size)):
-        raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB'")
+    if size is not None and not isinstance(amount_of(size), int):
+        raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
@@ -113,10 +179,7 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
     if dtype not in TYPES:
         raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
     if not is_budget(memory):
-        raise PlanError(
-            f"memory cannot be {memory!r}",
-            do="give bytes, a text like '80GiB', a share of the device between 0.0 and 1.0, or 'auto'",
-        )
+        raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
     if inputs is not None and not callable(inputs):
         raise PlanError(
             f"inputs cannot be a {type(inputs).__name__}",

@@ -108,7 +108,7 @@ def report(
             inputs = inputs_of(given, batch, length)
             found = _ends() if given == "positions" else False
         is_told = attention == "flash_attention_2" and batch == 1 and given != "ends"
-        if is_told:  # as `streamfx.integrations.enable` has it
+        if is_told:  # as `streamfx.enable` has it
             packing.listen()
         call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
     explanation = Explanation(call)

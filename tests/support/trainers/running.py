@@ -1,4 +1,4 @@
-"""A trainer without and with `streamfx.integrations.enable`: losses, metrics and final weights."""
+"""A trainer without and with `streamfx.enable`: losses, metrics and final weights."""
 
 from __future__ import annotations
 
