@@ -19,26 +19,25 @@ from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
 from streamfx.ir.facts import Facts, known
-from streamfx.ir.joint import is_tensor, outputs_of
+from streamfx.ir.joint import outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
 from streamfx.lazy import Deferral, defer_outputs
 from streamfx.lazy.outputs import WithDeferred
 from streamfx.lazy.rebuild import Cut
+from streamfx.lazy.uses import is_cut, made_between, numel_of
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
-from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_strict, tell_of_whole_graph
-from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.stagewise import Chain, InStages
@@ -57,8 +56,8 @@ from streamfx.torch_private import (
     tracing_undone,
 )
 from streamfx.torch_private.autograd import inputs_in_results
-from streamfx.torch_private.dynamo import raised_as_itself
-from streamfx.torch_private.sizes import pair_dimensions, size_hint
+from streamfx.torch_private.dynamo import known_as, raised_as_itself
+from streamfx.torch_private.sizes import pair_dimensions
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
@@ -89,6 +88,9 @@ def streambp(
     with raised_as_itself(module.graph):
         check_mode(mode)
         return Compilation(module, resolved(options)).compile(example_inputs)
+
+
+known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
 
 
 @dataclass
@@ -338,11 +340,11 @@ class Uses:
         if (
             facts is None
             or facts.program is None
-            or any(2 * _numel(node) >= most for node in _between(facts.program.forward.graph))
+            or any(2 * numel_of(node) >= most for node in made_between(facts.program.forward.graph))
         ):
             log.info("a use of deferred outputs does not stream, and makes them whole")
             return None
-        if not _is_cut(facts, cut):
+        if not is_cut(facts, cut):
             log.info("a use of deferred outputs streams in other chunks than their other uses, and makes them whole")
             return None
         return run
@@ -355,35 +357,6 @@ class Uses:
         row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
         most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
         return 1 << (most.bit_length() - 1)
-
-
-def _is_cut(facts: Facts, cut: Cut) -> bool:
-    """Whether all loops run over chunks of so many rows of the axis that was asked for."""
-    axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
-    if axes is None or axes.sequence is None or not known(facts.program).loops:
-        return False
-    for position, dim in cut.along:
-        atoms = axes.table.resolve(axes.shapes[inputs[position]][dim])
-        if atoms != axes.table.resolve((axes.sequence.main,)):
-            return False
-    specs = [loop.spec for loop in known(facts.program).loops]
-    return all(spec.chunk_size == cut.rows and spec.length == axes.sequence.length for spec in specs)
-
-
-def _between(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph makes outside of its loops, but for views: of inputs, and those that are its results."""
-    results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
-    for node in reversed(graph.nodes):
-        if node in results and (is_moved_elements(node) or node.target in LIES_AS_TRACED):
-            results.update(node.all_input_nodes)
-    for node in graph.nodes:
-        if is_moved_elements(node) and inputs.issuperset(node.all_input_nodes):
-            inputs.add(node)
-    return [node for node in graph.nodes if node.op == "call_function" and node not in results | inputs]
-
-
-def _numel(node: fx.Node) -> int:
-    return size_hint(node.meta["val"].numel()) if is_tensor(node) else 0
 
 
 def _result_bytes(module: fx.GraphModule) -> int:

@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROBE = """
 import importlib.metadata, pathlib, torch
-assert "streambp" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
-double = torch.compile(lambda x: (x * 2).sum(), backend="streambp")
-x = torch.ones(3, requires_grad=True)
-double(x).backward()
-assert x.grad.tolist() == [2.0, 2.0, 2.0]
+for name in ("streambp", "streamfx"):
+    assert name in torch._dynamo.list_backends(), torch._dynamo.list_backends()
+    double = torch.compile(lambda x: (x * 2).sum(), backend=name)
+    x = torch.ones(3, requires_grad=True)
+    double(x).backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
 import streamfx, streamfx.passes.operators.rules
 where = pathlib.Path(streamfx.__file__).parents[1]
 assert pathlib.Path(importlib.metadata.distribution("streamfx").locate_file("streamfx")).parent == where

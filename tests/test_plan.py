@@ -13,7 +13,8 @@ from torch import nn
 
 import streamfx
 from streamfx.cli import main
-from streamfx.planner.models import Adapted, built, builtin_names, configuration, language_inputs
+from streamfx.planner.models import Adapted, built, configuration, language_inputs
+from streamfx.planner.names import builtin_names
 from streamfx.planner.predict import Prediction
 from streamfx.planner.scout import Guess, first_layers, guessed
 from streamfx.planner.search import Limits, Sought, largest

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Step, compare, say
 
-from streamfx.integrations import enable
+from streamfx import enable
 
 
 def prepare(model: nn.Module) -> Step:

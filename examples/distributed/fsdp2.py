@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.fsdp import fully_shard
 from training import Step, compare, say
 
-from streamfx.integrations import enable
+from streamfx import enable
 
 
 def prepare(model: Any) -> Step:

@@ -9,16 +9,9 @@ import time
 from importlib import metadata
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
 import streamfx
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.errors import told
-from streamfx.inspection.verify import verify
-from streamfx.integrations.versions import LEAST, is_too_old
-from streamfx.runtime.kernels import KERNELS
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")
 GROUP = "torch_dynamo_backends"
@@ -45,6 +38,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def findings() -> dict[str, Any]:
     """What is installed, what can be used, and whether it works."""
+    import torch
+
+    from streamfx.runtime.kernels import KERNELS
+
     return {
         "streamfx": streamfx.__version__,
         "python": platform.python_version(),
@@ -65,6 +62,8 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> str:
+    import torch
+
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
@@ -82,35 +81,21 @@ def _entry_point() -> str:
     return "found" if loaded is streamfx.streambp else f"another package's: {found[0].value}"
 
 
-class Small(nn.Module):
-    """A decoder of one layer, in float64."""
-
-    def __init__(self, width: int = 16, vocabulary: int = 50) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.double()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def self_test() -> dict[str, Any]:
     """One step of a small decoder, beside eager."""
+    from streamfx.cli.small import difference
+
     start = time.perf_counter()
     try:
-        torch.manual_seed(0)
-        report = verify(Small(), torch.randint(0, 50, (2, 40)), options={"chunk_size": 16, "strict": True})
+        report = difference()
     except Exception as error:
         return {"ok": False, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
     return {"ok": report.ok, "max_error": report.max_error, "seconds": time.perf_counter() - start}
 
 
 def _installed(name: str, version: str | None) -> str:
+    from streamfx.integrations.versions import LEAST, is_too_old
+
     too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
     return f"{name} {version or 'not installed'}{too_old}"
 

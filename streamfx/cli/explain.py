@@ -6,10 +6,9 @@ import argparse
 import json
 from typing import Any
 
+from streamfx.cli.arguments import add_model_arguments, check_model, options_of
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.cli.html import add_html_argument, written_as_html
-from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
-from streamfx.inspection.explain import explain
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -27,6 +26,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """The text to print, and the exit code."""
+    check_model(arguments)
+    from streamfx.cli.models import model_and_inputs
+    from streamfx.inspection.explain import explain
+
     with written_as_html(arguments) as made:
         model, args, kwargs = model_and_inputs(arguments, "meta")
         report = explain(model, *args, options=options_of(arguments), **kwargs)

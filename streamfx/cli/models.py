@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,35 +12,12 @@ from typing import Any
 
 import torch
 
+from streamfx.cli.arguments import is_factory
 from streamfx.errors import ModelError, told
-from streamfx.planner.models import TYPES, builtin_names, configuration, language_model
+from streamfx.planner.models import TYPES, configuration, language_model
+from streamfx.planner.names import config_file
 
-SOURCES = "a Hugging Face folder, its config.json, the name of a shipped configuration, or package.module:factory"
-
-EXAMPLE = 'write for example {"chunk_size": 1024}'
 RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -> None:
-    """The arguments that say which model is called, and how."""
-    shipped = ", ".join(builtin_names())
-    parser.add_argument("model", help=f"{SOURCES}, a function that returns a model, or a model and its arguments ({shipped})")
-    parser.add_argument("--seq", type=int, default=seq, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
-    parser.add_argument("--dtype", choices=[*TYPES, "float64"], default=dtype, help="type of parameters (default: %(default)s)")
-    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of a Hugging Face model")
-    parser.add_argument("--options", metavar="JSON", help="options of the backend, for example '{\"chunk_size\": 1024}'")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-
-
-def options_of(arguments: argparse.Namespace) -> Any:
-    """The backend's options, which it checks itself."""
-    if arguments.options is None:
-        return None
-    try:
-        return json.loads(arguments.options)
-    except json.JSONDecodeError as error:
-        raise ModelError("--options must be JSON", found=f"{arguments.options!r}: {error}", do=EXAMPLE) from None
 
 
 def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -50,7 +26,7 @@ def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callab
         raise ModelError("--seq is 2 or more and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
     if arguments.layers is not None and arguments.layers < 1:
         raise ModelError("--layers is 1 or more", found=str(arguments.layers))
-    if ":" in arguments.model and not Path(arguments.model).exists():
+    if is_factory(arguments.model):
         return _from_factory(arguments)
     model = _hugging_face(arguments, device)
     ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
@@ -67,8 +43,8 @@ def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: arguments.layers]
     dtype = {**TYPES, "float64": torch.float64}[arguments.dtype]
-    folder = Path(arguments.model)
-    if device != "meta" and arguments.layers is None and folder.is_dir() and any(folder.glob("*.safetensors")):
+    folder = config_file(arguments.model).parent
+    if device != "meta" and arguments.layers is None and any(folder.glob("*.safetensors")):
         return _with_weights(folder, dtype)
     torch.manual_seed(0)
     return language_model(config, dtype, device)

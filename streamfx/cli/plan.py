@@ -6,22 +6,16 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamfx.budget import in_bytes
 from streamfx.cli.html import add_html_argument, written_as_html
 from streamfx.options import SAVE_LEVELS
-from streamfx.planner.collector import uncollected
-from streamfx.planner.devices import PUBLISHED
-from streamfx.planner.models import TYPES, builtin_names
-from streamfx.planner.objectives import OBJECTIVES
-from streamfx.planner.optimizers import STATES
-from streamfx.planner.plan import plan
-from streamfx.planner.predict import Prediction
-from streamfx.planner.quantized import SCHEMES
-from streamfx.planner.report import PlanReport
-from streamfx.planner.search import MOST_TRACES
-from streamfx.planner.shards import DDP, SHARDS
+from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS, TYPES, builtin_names, config_file
+
+if TYPE_CHECKING:
+    from streamfx.planner.predict import Prediction
+    from streamfx.planner.report import PlanReport
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -32,21 +26,23 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         description="Traces a training step of a real-size model without memory, and says what fits and what it costs.",
         epilog=f"configurations that are shipped: {', '.join(builtin_names())}",
     )
-    parser.add_argument("model", help="a Hugging Face configuration: a folder, a JSON file, or the name of a shipped one")
+    parser.add_argument(
+        "model", help="a Hugging Face configuration: a folder, a JSON file, org/name of the local cache, or a shipped one"
+    )
     parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences of a step, on each device (default: %(default)s)"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80GiB; then the plan is the fastest that fits")
+    parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80G; then the plan is the fastest that fits")
     parser.add_argument("--host-memory", metavar="SIZE", help="what may wait on each host of up to 8 devices, as 1TiB")
     parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
     parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
-    parser.add_argument("--optimizer", choices=STATES, default="none", help="whose state is counted (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="whose state is counted (default: %(default)s)")
     parser.add_argument(
         "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
     )
-    parser.add_argument("--shard", choices=SHARDS, default=DDP, help="what these divide (default: %(default)s, nothing)")
+    parser.add_argument("--shard", choices=SHARDS, default=SHARDS[0], help="what these divide (default: %(default)s, nothing)")
     parser.add_argument(
         "--tensor", type=int, default=1, metavar="T", help="devices that cut layers among them (default: %(default)s)"
     )
@@ -62,7 +58,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
     parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
     parser.add_argument(
-        "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(PUBLISHED)}, or here"
+        "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
     )
     parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
     add_html_argument(parser)
@@ -72,6 +68,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
+    config_file(arguments.model)  # a wrong name is refused before torch is imported
+    from streamfx.planner.collector import uncollected
+    from streamfx.planner.search import MOST_TRACES
+
     searched = arguments.max_length or arguments.max_batch
     with written_as_html(arguments) as made, traces(MOST_TRACES if searched else 1) as noted:
         with nullcontext() if searched else uncollected():
@@ -98,6 +98,8 @@ def traces(count: int) -> Iterator[Callable[[Prediction], None] | None]:
 
 
 def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | None) -> PlanReport:
+    from streamfx.planner.plan import plan
+
     given = {name: getattr(arguments, name) for name in ("chunk_size", "save", "keep_every")}
     given["offload"] = "inputs" if arguments.offload else None
     return plan(

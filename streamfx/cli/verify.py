@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from streamfx.cli.arguments import add_model_arguments, check_model, options_of
 from streamfx.cli.codes import NOT_SO, Answer
-from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
-from streamfx.inspection.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from streamfx.inspection.verify import Verification
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -24,6 +26,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """The text to print, and the exit code."""
+    check_model(arguments)
+    from streamfx.cli.models import model_and_inputs
+    from streamfx.inspection.verify import verify
+
     model, args, kwargs = model_and_inputs(arguments, "cpu")
     report = verify(model, *args, options=options_of(arguments), **kwargs)
     return Answer(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)

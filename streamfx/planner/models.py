@@ -12,39 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.errors import PlanError, told
+from streamfx.planner.names import config_file
 from streamfx.planner.quantized import quantized
 from streamfx.torch_private import FakeTensor
 
-FOLDER = Path(__file__).parent / "configurations"
-KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is shipped), or an nn.Module"
+KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is known), or an nn.Module"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def builtin_names() -> list[str]:
-    """Names of the configurations that are shipped."""
-    return sorted(path.stem for path in FOLDER.glob("*.json"))
-
-
 def configuration(source: Any) -> Any:
-    """A Hugging Face configuration: itself, a mapping, a folder, a JSON file, or the name of one that is shipped."""
+    """A Hugging Face configuration: itself, a mapping, or what `config_file` finds: a folder, a JSON file, a name."""
     if isinstance(source, Mapping):
         return _of_mapping(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "model_type"):
             raise PlanError(f"a {type(source).__name__} is no configuration", do=f"give {KINDS}")
         return source
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    names = {name.lower(): name for name in builtin_names()}
-    if not path.is_file() and str(source).lower() in names:
-        path = FOLDER / f"{names[str(source).lower()]}.json"
-    if not path.is_file():
-        raise PlanError(
-            f"there is no configuration {str(source)!r}",
-            found="neither a folder with a config.json, nor a JSON file, nor a name of one that is shipped",
-            do=f"give a path, or one of {', '.join(builtin_names())}",
-        )
+    path = config_file(source)
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -6,18 +6,30 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import config
+from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
 
 from streamfx.errors import StreamFXError
 from streamfx.torch_private.lines import source_line
+
+
+def known_as(names: Iterable[str], where: str) -> None:
+    """Let `torch.compile(backend=name)` find a backend by these names, where none is known yet by them (2.11, 2.13).
+
+    An entry point, as that of an installed package, and not the function: Dynamo loads it when it is asked for, and refuses a
+    function that is known already.
+    """
+    for name in names:
+        registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
 
 
 def compiling() -> Any:

@@ -20,7 +20,7 @@ PASSES = (
         "4",
         "a use that cuts otherwise streams",
         BACKEND,
-        "        if not _is_cut(facts, cut):\n",
+        "        if not is_cut(facts, cut):\n",
         "        if False:\n",
         ("test_agreement.py::test_a_use_that_streams_along_another_axis_makes_all_of_it_whole",),
     ),
