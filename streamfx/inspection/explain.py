@@ -116,6 +116,7 @@ class Explanation(Exports):
             "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
             "baseline_flops": baseline.flops,
+            "checkpointing_flops": None if self.call.checkpointed is None else self.visible(self.call.checkpointed).flops,
             "wire": wire_of(self._called, streamed, self.call) if with_baseline else wire_of(self._called, streamed),
             "options": self.call.options.as_dict(),
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.report.names import joint_name, unnumbered
+from streamfx.report.verdict import CHECKPOINTING, EAGER, Taken, verdict, why_nothing_streams
 from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
@@ -20,7 +21,8 @@ def report_text(summary: Mapping[str, Any]) -> str:
 
 
 def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    yield headline(summary)
+    yield f"streamfx: {verdict_of(summary)}"
+    yield f"  {headline(summary)}"
     yield from _totals(summary)
     yield ""
     yield from stage_lines(summary["stages"], summary["flops"])
@@ -40,6 +42,15 @@ def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
             yield f"{stage['name']}: a small operator runs whole: {reason}"
 
 
+def verdict_of(summary: Mapping[str, Any]) -> str:
+    """Whether the backend pays for this call."""
+    others = [Taken(EAGER, summary["baseline_peak_bytes"], summary["baseline_flops"])]
+    if summary["checkpointing_peak_bytes"] is not None:
+        others.insert(0, Taken(CHECKPOINTING, summary["checkpointing_peak_bytes"], summary["checkpointing_flops"]))
+    ours = Taken("streambp", summary["peak_bytes"], summary["flops"])
+    return verdict(ours, others, why_nothing_streams(summary["stages"]), counted="memory for activations and gradients")
+
+
 def headline(summary: Mapping[str, Any]) -> str:
     whole = [stage for stage in summary["stages"] if stage["kind"] == "whole"]
     traced = "traced " if any(item["given_up"] for item in summary["break_reasons"]) else ""
@@ -48,7 +59,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     )
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
-    return f"streamfx: {streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
+    return f"{streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
 
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:

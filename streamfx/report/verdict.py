@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from streamfx.budget import in_bytes
 
 GAIN = 1.1  # times less memory; with less than that nobody would change a line of code
 CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
@@ -18,8 +21,16 @@ class Taken:
     flops: int | None = None
 
 
-def verdict(ours: Taken, others: Sequence[Taken], why_whole: str | None = None, gains_from: int | None = None) -> str:
+def verdict(
+    ours: Taken,
+    others: Sequence[Taken],
+    why_whole: str | None = None,
+    gains_from: int | None = None,
+    counted: str = "memory",
+) -> str:
     """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs.
+
+    `counted` says which memory that is.
 
     `why_whole` says why nothing streams, where nothing does. `gains_from` is a length at which there is a gain, None where nobody
     knows one.
@@ -41,11 +52,58 @@ def verdict(ours: Taken, others: Sequence[Taken], why_whole: str | None = None, 
     other = others[0]
     less = ratio(other.peak_bytes, ours.peak_bytes)
     if less >= GAIN:
-        return f"{times(less)} less memory than {other.way}{_flops(ours, other)}"
+        return f"{times(less)} less {counted} than {other.way}{_flops(ours, other)}"
     more = ratio(ours.peak_bytes, other.peak_bytes)
-    found = f"{times(more)} as much memory as" if more >= GAIN else "no gain over"
+    found = f"{times(more)} as much {counted} as" if more >= GAIN else "no gain over"
     later = "" if gains_from is None else f"; from {gains_from:,} tokens on"
     return f"{found} {other.way} at this length{later}"
+
+
+def verdict_within(budget: int, ours: Taken, others: Sequence[Taken], why_whole: str | None = None) -> str:
+    """The same where so many bytes may be taken, and are made use of: what matters is what fits, and what it costs.
+
+    >>> ours, checkpointing = Taken("streambp", 78 << 30, 78), Taken("gradient checkpointing", 131 << 30, 100)
+    >>> verdict_within(80 << 30, ours, [checkpointing])
+    'fits into 80.0 GiB; gradient checkpointing takes 131.0 GiB'
+    >>> verdict_within(160 << 30, ours, [checkpointing])
+    'fits into 160.0 GiB with 0.78 of the FLOPs of gradient checkpointing, which fits, too'
+    """
+    if why_whole is not None:
+        return verdict(ours, others, why_whole)
+    fits = f"fits into {in_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {in_bytes(budget)}"
+    if not others:
+        return fits
+    other = others[0]
+    if other.peak_bytes > budget or ours.peak_bytes > budget:
+        return f"{fits}; {other.way} takes {in_bytes(other.peak_bytes)}"
+    flops = f" with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}" if ours.flops and other.flops else ""
+    return f"{fits}{flops or f', as does {other.way}'}{', which fits, too' if flops else ''}"
+
+
+def length_verdict(ours: int, others: Mapping[str, int | None]) -> str:
+    """How much longer sequences are than the longest of the first of `others`; None where not even one of its rows fits.
+
+    >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
+    '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
+    >>> length_verdict(512, {"gradient checkpointing": None}), length_verdict(512, {})
+    ('512 tokens fit; gradient checkpointing fits at no length', '512 tokens fit, compared with nothing')
+    """
+    for way, length in others.items():
+        if length is None:
+            return f"{ours:,} tokens fit; {way} fits at no length"
+        return f"{times(ratio(ours, length))} the length of {way}: {ours:,} tokens for {length:,}"
+    return f"{ours:,} tokens fit, compared with nothing"
+
+
+def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of stages as reports list them: the reason of the first, if none streams; None if one does.
+
+    >>> why_nothing_streams([{"kind": "whole", "reasons": ["no rule"]}])
+    'no rule'
+    """
+    if any(stage["kind"] == "streamed" for stage in stages):
+        return None
+    return next((reason for stage in stages for reason in stage["reasons"]), "nothing is computed along a sequence")
 
 
 def gains(ours: Taken, others: Sequence[Taken]) -> bool:
