@@ -46,6 +46,7 @@ from streamfx.torch_private.dynamo import (
 )
 
 Halves = tuple[fx.GraphModule, fx.GraphModule | None]
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
@@ -102,24 +103,40 @@ def traced(
     model = original(model)
     if not callable(model):
         raise _not_traced(f"a {type(model).__name__}, which cannot be called")
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
-    mode = fake_mode_of(tensors) or FakeTensorMode()
-    faker = Faker(mode, device_of(tensors))
+    mode, faker = _faker_of(model, args, kwargs)
     call = TracedCall(replace(resolved(options), strict=False), name=_name_of(model))
     with accepting_real(mode), mode:
         _trace(call, model, args, kwargs, faker)
         if not baselines:
             return call
-        call.eager = _eager_cost(model, args, kwargs, faker, checkpointed=False)
+        call.eager = _eager_cost(model, args, kwargs, faker)
         if layers_of(model):
-            call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed=True)
+            call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed)
     return call
 
 
 def _name_of(model: Callable[..., Any]) -> str:
     """What people call it: a module by its class, a function by its name."""
     return str(getattr(model, "__qualname__", type(model).__name__))
+
+
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, of which only the input is kept."""
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around) -> Cost | None:
+    """What a call costs in eager, with something around the forward of each layer; None if it cannot be followed, or has none."""
+    mode, faker = _faker_of(model, (), inputs)
+    with accepting_real(mode), mode:
+        return _eager_cost(model, (), inputs, faker, around) if layers_of(model) else None
+
+
+def _faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, Faker]:
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
+    mode = fake_mode_of(tensors) or FakeTensorMode()
+    return mode, Faker(mode, device_of(tensors))
 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,20 +172,23 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def _eager_cost(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, checkpointed: bool
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, around: Around | None = None
 ) -> Cost | None:
-    """What the call costs in eager, with layers checkpointed or not; None if its Python code asks for data that nobody has."""
+    """What the call costs in eager, with something around its layers or not; None if its Python code asks for data that nobody
+    has.
+    """
     layers = layers_of(model)
     with untouched(model):
         faker.replace(modules_of(model), buffers=True)
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
-        for layer in layers if checkpointed else ():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if around is not None:
+            for layer in layers:
+                layer.forward = around(layer.forward)
         given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         parameters = {id(tensor): tensor for module in modules_of(model) for tensor in held_tensors(module)}.values()
         try:
             with RealIntegers(), without_gradients([*given, *parameters]):  # fake tensors are the same from call to call
-                cost = eager_cost_of(lambda: model(*args, **kwargs), () if checkpointed else layers)
+                cost = eager_cost_of(lambda: model(*args, **kwargs), () if around is not None else layers)
                 made = (tensor.grad for tensor in parameters if tensor.is_leaf)
                 return replace(cost, gradients=sum(gradient.nbytes for gradient in made if gradient is not None))
         except Exception as error:

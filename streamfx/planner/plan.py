@@ -25,7 +25,7 @@ from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import Sharding, checked_sharding
-from streamfx.planner.step import Inputs, Step
+from streamfx.planner.step import Inputs, SoughtBy, Step
 from streamfx.planner.tensors import check_plan
 
 
@@ -139,7 +139,7 @@ def _planned(asked: Asked) -> PlanReport:
     )
     if asked.max_length or asked.max_batch:
         few = not isinstance(asked.model, nn.Module)
-        return step.searched(limits, asked.options, asked.batch, asked.seq, asked.max_batch, few)
+        return step.searched(limits, asked.options, SoughtBy(asked.batch, asked.seq, asked.max_batch, few, asked.baselines))
     return step.planned(limits, asked.options, asked.batch, asked.seq, asked.baselines)
 
 

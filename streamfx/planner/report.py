@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import waited
 from streamfx.planner.page import page_of_plan
-from streamfx.planner.predict import Prediction, Way
+from streamfx.planner.predict import NO_MEASURE, Prediction, Way
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.report.diagram import Diagram, diagram_of
@@ -24,6 +24,7 @@ from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.page import Page
 from streamfx.report.text import in_flops, in_seconds
 from streamfx.report.timeline import Timeline, course_of
+from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
@@ -37,7 +38,8 @@ LAYERS_TWICE = "gradient checkpointing, whole layers"
 class PlanReport(Exports):
     """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
 
-    `prediction` is for the length asked for, or for the longest one that fits.
+    `prediction` is for the length asked for, or for the longest one that fits. `lengths` are those that other ways reach, 0 where
+    not even the shortest fits; `gains_from` is a length at which memory is saved, where the one asked for is too short.
     """
 
     name: str
@@ -47,6 +49,21 @@ class PlanReport(Exports):
     max_length: int | None = None
     max_batch: int | None = None
     ranks: Sharding = ALONE
+    gains_from: int | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the backend pays: one sentence."""
+        found, limit = self.prediction, self.limits.device
+        if self.max_length is not None:
+            return length_verdict(self.max_length, self.lengths)
+        others = [Taken(EAGER if name == NO_MEASURE else name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
+        others.sort(key=lambda other: other.way == EAGER)
+        ours, why = Taken("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
+        if limit is not None:
+            return verdict_within(limit, ours, others, why)
+        return verdict(ours, others, why, self.gains_from)
 
     def summary(self) -> dict[str, Any]:
         """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state."""
@@ -60,6 +77,9 @@ class PlanReport(Exports):
             "memory": self.limits.device,
             "max_length": self.max_length,
             "max_batch": self.max_batch,
+            "verdict": self.verdict,
+            "gains_from": self.gains_from,
+            "lengths": dict(self.lengths),
             "fits": None if self.limits == NONE else self.limits.hold(found),
             "peak_bytes": found.peak_bytes,
             "peak_by_term": dict(found.peak_by_term),
@@ -162,9 +182,12 @@ class PlanReport(Exports):
     def _lines(self) -> Iterator[str]:
         summary, found = self.summary(), self.prediction
         memory = f", {in_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
-        yield f"{self.name}: a step of {found.batch} x {found.length:,} tokens{self._divided()}{memory}"
+        yield f"{self.name}: {self.verdict}"
+        yield f"  planned  a step of {found.batch} x {found.length:,} tokens{self._divided()}{memory}"
         if self.max_length is not None:
             yield f"  longest  {self.max_length:,} tokens fit"
+            for way, length in self.lengths.items():
+                yield f"{length:>19,}  {way}{f': ours is {times(self.max_length / length)} as long' if length else ''}"
         if self.max_batch is not None:
             yield f"  largest  a batch of {self.max_batch:,} fits"
         yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"

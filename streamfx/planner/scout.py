@@ -32,13 +32,14 @@ def guessed(peak: Callable[[int, int], int], layers: int, step: int, first: int,
     if 2 * (few + more) > layers:
         return None
     sizes = first, 2 * first
-    peaks = [_of_all(peak(few, size), peak(more, size), (layers - few) / step) for size in sizes]
+    peaks = [of_all(peak(few, size), peak(more, size), (layers - few) / step) for size in sizes]
     growth = (peaks[1] - peaks[0]) / first
     base = peaks[0] - growth * first
     return Guess(int((budget - base) / growth), base) if growth > 0 else None
 
 
-def _of_all(few: int, more: int, steps: float) -> float:
+def of_all(few: int, more: int, steps: float) -> float:
+    """What all layers take, if each step of layers takes as much as the one between two traces."""
     return few + steps * (more - few)
 
 

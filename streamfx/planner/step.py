@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,16 +15,29 @@ from streamfx.inspection.tracing import layers_of
 from streamfx.planner.collector import uncollected
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
+from streamfx.planner.gain import gains_from
 from streamfx.planner.objectives import Objective
-from streamfx.planner.predict import Prediction, predict
+from streamfx.planner.predict import Prediction, held_by, predict
 from streamfx.planner.report import PlanReport
-from streamfx.planner.scout import Guess, first_layers, guessed
+from streamfx.planner.scout import FEWEST, Guess, first_layers, guessed, of_all
 from streamfx.planner.search import AIM, FIRST_LENGTH, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
+from streamfx.planner.ways import Way, longest, peak_of, ways_of
+from streamfx.report.verdict import CHECKPOINTING, GAIN, why_nothing_streams
 from streamfx.runtime.device_kinds import supposed
 
 LENGTHS = 256  # what the longest length of a rank is a multiple of
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
+
+
+class SoughtBy(NamedTuple):
+    """A search: for the longest sequences of a batch, or the most of so many tokens, beside those of other ways or not."""
+
+    batch: int
+    seq: int
+    max_batch: bool
+    few: bool
+    baselines: bool
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,52 @@ class Step:
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
         found = self.at(batch, seq, {**given, **within}, baselines)
-        return PlanReport(self.name, found, self.device, limits, ranks=self.ranks)
+        report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks)
+        if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
+            return report
+        if _peaks(found)[1] >= GAIN * found.peak_bytes:
+            return report
+        return replace(report, gains_from=self._gains_from(batch, seq, given))
 
-    def searched(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, max_batch: bool, few: bool) -> PlanReport:
+    def _gains_from(self, batch: int, seq: int, given: Mapping[str, Any]) -> int | None:
+        """A length at which memory is saved; guessed by few layers, which take a fraction of the time."""
+        layers = len(layers_of(self.model))
+
+        def traced(length: int) -> tuple[int, int] | None:
+            return _peaks(self.at(batch, length, given, baselines=True))
+
+        def of_first(count: int, length: int) -> tuple[int, int]:
+            with first_layers(self.model, count):
+                return _peaks(self.at(batch, length, given, baselines=True))
+
+        def guess(length: int) -> tuple[int, int]:
+            pairs = zip(of_first(FEWEST, length), of_first(FEWEST + 1, length), strict=True)
+            ours, other = (of_all(few, more, layers - FEWEST) for few, more in pairs)
+            return int(ours), int(other)
+
+        return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
+
+    def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
+        """The longest sequences by other ways, where these can be followed: on one device, of ids and labels."""
+        if self.ranks.world > 1 or self.inputs is not None or self.objective.sequences > 1:
+            return {}
+        assert limits.device is not None
+        found: dict[str, int] = {}
+        for name, way in ways_of(self.model).items():
+            length = longest(partial(self._peak_by, way, batch), len(layers_of(self.model)), limits.device, first, LENGTHS)
+            if length is not None:
+                found[name] = length
+        return found
+
+    def _peak_by(self, way: Way, batch: int, count: int | None, length: int) -> int | None:
+        inputs = self._inputs(batch, length)
+        with supposed(self.device.kind), uncollected(), first_layers(self.model, count or len(layers_of(self.model))):
+            own, peak = held_by(self.model), peak_of(way, inputs)
+        return None if peak is None else peak + own + self.state + sum(value.nbytes for value in set(inputs.values()))
+
+    def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: SoughtBy) -> PlanReport:
         """The longest sequences, or the most of them; guessed by models of few layers where there may be such."""
+        batch, seq, max_batch, few, baselines = sought_by
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
         if max_batch:
@@ -84,8 +140,14 @@ class Step:
             raise OverBudget(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
         size, found = best
         length, most = (None, size) if max_batch else (size, None)
-        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks)
+        others = self.lengths(limits, batch, first) if baselines and not max_batch else {}
+        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, lengths=others)
 
     @property
     def _first_length(self) -> int:
         return FIRST_LENGTH * self.ranks.context
+
+
+def _peaks(found: Prediction) -> tuple[int, int]:
+    """Ours, and that of checkpointing."""
+    return found.peak_bytes, found.ways[CHECKPOINTING].peak_bytes

@@ -80,16 +80,16 @@ def verdict_within(budget: int, ours: Taken, others: Sequence[Taken], why_whole:
     return f"{fits}{flops or f', as does {other.way}'}{', which fits, too' if flops else ''}"
 
 
-def length_verdict(ours: int, others: Mapping[str, int | None]) -> str:
-    """How much longer sequences are than the longest of the first of `others`; None where not even one of its rows fits.
+def length_verdict(ours: int, others: Mapping[str, int]) -> str:
+    """How much longer sequences are than the longest of the first of `others`, which is 0 where not even a short one fits.
 
     >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
     '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
-    >>> length_verdict(512, {"gradient checkpointing": None}), length_verdict(512, {})
+    >>> length_verdict(512, {"gradient checkpointing": 0}), length_verdict(512, {})
     ('512 tokens fit; gradient checkpointing fits at no length', '512 tokens fit, compared with nothing')
     """
     for way, length in others.items():
-        if length is None:
+        if not length:
             return f"{ours:,} tokens fit; {way} fits at no length"
         return f"{times(ratio(ours, length))} the length of {way}: {ours:,} tokens for {length:,}"
     return f"{ours:,} tokens fit, compared with nothing"

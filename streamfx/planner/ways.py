@@ -1,0 +1,122 @@
+"""Other ways to run a step: what they take at a length, followed operator by operator in eager, and which lengths they reach.
+
+gradient checkpointing           each layer's input is kept, the layer is run again in the backward half
+with the loss in chunks          head and loss, too, in chunks of rows: no logits of the whole sequence
+... checkpoints on the host      the layers' inputs wait on the host, whose memory is not counted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamfx.inspection.tracing import Around, checkpointed, eager_cost
+from streamfx.planner.models import loss_of
+from streamfx.planner.scout import guessed
+from streamfx.planner.search import AIM, BUSY, CLOSE
+from streamfx.report.verdict import CHECKPOINTING
+from streamfx.runtime.offload import from_host, to_host
+
+IN_CHUNKS = "with the loss in chunks"
+ON_HOST = "checkpoints on the host"
+MOST = 4  # traces of the whole model
+Way = tuple[nn.Module, Around]
+
+
+class LossInChunks(nn.Module):
+    """A language model whose head and loss run over chunks of rows, and again in the backward half."""
+
+    def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.backbone, self.head = model, backbone, head
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
+        rows = max(BUSY // hidden.shape[0], 1)
+        pieces = zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True)
+        return torch.stack([checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]).sum()
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden).flatten(0, -2).float(), labels.flatten(), reduction="sum")
+
+
+class OnHost(torch.autograd.Function):
+    """A layer whose input waits on the host until the layer is run again."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        ctx.layer, ctx.device, ctx.held = layer, hidden.device, to_host(hidden)
+        return layer(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        hidden = from_host(ctx.held, ctx.device).requires_grad_()
+        with torch.enable_grad():
+            result = ctx.layer(hidden)
+        torch.autograd.backward(result, gradient)
+        return None, hidden.grad
+
+
+def on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, which keeps its input on the host. Where nothing before it is trained, its input is a leaf."""
+
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+        return OnHost.apply(lambda value: forward(value, *args, **kwargs), given)
+
+    return run
+
+
+def ways_of(model: nn.Module) -> dict[str, Way]:
+    """The ways there are for a model, by name, the usual one first; its loss has chunks where it is known how to make them."""
+    chunked = _in_chunks(model)
+    if chunked is None:
+        return {CHECKPOINTING: (model, checkpointed), f"with {ON_HOST}": (model, on_host)}
+    return {
+        CHECKPOINTING: (model, checkpointed),
+        IN_CHUNKS: (chunked, checkpointed),
+        f"{IN_CHUNKS}, {ON_HOST}": (chunked, on_host),
+    }
+
+
+def _in_chunks(model: nn.Module) -> nn.Module | None:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    backbone: Any = getattr(model, "base_model", None)
+    is_known = isinstance(head, nn.Module) and isinstance(backbone, nn.Module) and backbone is not model
+    return LossInChunks(model, backbone, head) if is_known else None
+
+
+def peak_of(way: Way, inputs: Mapping[str, Tensor]) -> int | None:
+    """Bytes at the peak beyond what is held all the time; None where it cannot be followed."""
+    model, around = way
+    cost = eager_cost(loss_of(model), inputs, around)
+    return None if cost is None else cost.peak
+
+
+def longest(peak: Callable[[int | None, int], int | None], layers: int, budget: int, first: int, multiple: int) -> int | None:
+    """About the longest length whose peak is within a budget, confirmed by a trace; 0 where none is.
+
+    `peak(count, length)` is that of the first `count` layers, of all without one; None where it is not known, as is the result.
+    """
+    if peak(1, multiple) is None:
+        return None
+    guess = guessed(lambda count, size: peak(count, size) or 0, layers, 1, first, int(budget * AIM))
+    size, base, best, failed = first, 0.0, 0, None
+    if guess is not None:
+        size, base = guess.size, guess.base or 0.0
+    for _ in range(MOST):
+        size = max(size // multiple * multiple, multiple)
+        found = peak(None, size) or 0
+        best, failed = (size, failed) if found <= budget else (best, size)
+        slope = max(found - base, 1) / size
+        size = int(size + (AIM * budget - found) / slope)
+        if failed is not None and not best < size < failed:
+            size = (best + failed) // 2
+        if size < multiple or abs(size - best) <= max(CLOSE * size, multiple):
+            break
+    return best

@@ -1,0 +1,145 @@
+"""What a plan begins with: whether it pays, from which length on, and how far other ways reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import streamfx
+from streamfx.cost.meter import Meter
+from streamfx.inspection.tracing import checkpointed, eager_cost, layers_of
+from streamfx.planner.gain import gains_from
+from streamfx.planner.models import built, configuration, language_inputs, loss_of
+from streamfx.planner.ways import IN_CHUNKS, ON_HOST, longest, on_host, ways_of
+from streamfx.report.verdict import CHECKPOINTING, GAIN, times
+
+pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+TINY = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
+WIDE = {**TINY, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+
+
+def peaks_of(report: Any) -> tuple[int, int]:
+    return report.prediction.peak_bytes, report.prediction.ways[CHECKPOINTING].peak_bytes
+
+
+def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
+    report = streamfx.plan(TINY, seq=2048, chunk_size=64, loss_chunk_size=64, save="inputs")
+    ours, other = peaks_of(report)
+    found = report.prediction
+    share = found.flops / found.ways[CHECKPOINTING].flops
+    assert other / ours > 2
+    assert (
+        str(report)
+        .splitlines()[0]
+        .endswith(f": {other / ours:.1f} times less memory than {CHECKPOINTING}, {share:.2f} of its FLOPs")
+    )
+    assert report.summary()["verdict"] == report.verdict and report.gains_from is None
+
+
+def test_a_short_step_gains_nothing_and_says_from_where_on_it_does() -> None:
+    report = streamfx.plan(WIDE, seq=16)
+    found = report.gains_from
+    assert found is not None and found > 16
+    assert report.verdict.endswith(f" {CHECKPOINTING} at this length; from {found:,} tokens on")
+    there, half = (peaks_of(streamfx.plan(WIDE, seq=length)) for length in (found, found // 2))
+    assert there[1] >= GAIN * there[0]
+    assert half[1] < GAIN * half[0]
+
+
+def test_nothing_is_said_of_lengths_where_none_gains() -> None:
+    def never(length: int) -> tuple[int, int]:
+        return 100, 100
+
+    assert gains_from(never, never, 16, 1) is None
+    assert gains_from(lambda length: None, never, 16, 1) is None
+
+
+@pytest.mark.parametrize(("bend", "multiple"), [(1000, 1), (1000, 64), (17, 1), (40, 1)])
+def test_the_length_that_is_named_was_traced(bend: int, multiple: int) -> None:
+    traced: list[int] = []
+
+    def peaks(length: int) -> tuple[int, int]:
+        return 1000 + length // 100, max(1100, 1100 + 10 * (length - bend))
+
+    def noted(length: int) -> tuple[int, int]:
+        traced.append(length)
+        return peaks(length)
+
+    found = gains_from(peaks, noted, 16, multiple)
+    assert found is not None and found == traced[-1] and found % multiple == 0
+    assert peaks(found)[1] >= GAIN * peaks(found)[0] and found < 1.3 * max(bend + 12, 20)
+    assert gains_from(peaks, lambda length: (100, 100), 16, multiple) is None  # the guess was wrong
+
+
+def test_within_a_budget_the_verdict_is_what_fits() -> None:
+    whole = streamfx.plan(TINY, seq=512)
+    other = whole.prediction.ways[CHECKPOINTING].peak_bytes
+    tight = streamfx.plan(TINY, seq=512, memory=other - 1)
+    assert tight.verdict.startswith("fits into ") and f"{CHECKPOINTING} takes" in tight.verdict
+    wide = streamfx.plan(TINY, seq=512, memory="1G")
+    assert wide.verdict.startswith("no gain: nothing streams, because everything fits")
+
+
+def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
+    budget = 24 << 20
+    report = streamfx.plan(TINY, memory=budget, max_length=True, seq=256)
+    assert list(report.lengths) == [CHECKPOINTING, IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"]
+    lengths = list(report.lengths.values())
+    assert 0 < lengths[0] < lengths[1] <= lengths[2] and report.max_length is not None
+    told = f"{times(report.max_length / lengths[0])} the length of {CHECKPOINTING}"
+    assert report.verdict == f"{told}: {report.max_length:,} tokens for {lengths[0]:,}"
+    peak = streamfx.plan(TINY, seq=lengths[0]).prediction.ways[CHECKPOINTING].peak_bytes
+    assert 0.9 * budget < peak <= budget
+    for way, length in report.lengths.items():
+        assert f"{length:,}  {way}: ours is " in str(report)
+    assert streamfx.plan(TINY, memory=budget, max_length=True, baselines=False).lengths == {}
+
+
+def test_a_length_that_nobody_knows_or_that_fits_nowhere() -> None:
+    assert longest(lambda count, length: None, 2, 1000, 256, 256) is None
+    assert longest(lambda count, length: 5000 + length, 2, 1000, 256, 256) == 0
+    assert longest(lambda count, length: length, 2, 100_000, 256, 256) == pytest.approx(100_000, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"])
+def test_another_way_computes_the_same_and_takes_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step as it is predicted, on real tensors: its gradients are eager's, its peak is the one that was told."""
+    monkeypatch.setattr("streamfx.planner.ways.BUSY", 64)
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(configuration(TINY)).train()
+    ids = torch.randint(0, 300, (1, 256))
+    inputs = {"input_ids": ids, "labels": ids}
+    hidden_loss = loss_of(ways_of(model)[IN_CHUNKS][0])
+    hidden_loss(**inputs).backward()  # type: ignore[no-untyped-call]
+    truth = {key: value.grad.clone() for key, value in model.named_parameters()}
+    model.zero_grad()
+
+    way, around = ways_of(model)[name]
+    predicted = eager_cost(loss_of(ways_of(built(TINY, "float32"))[name][0]), language_inputs(1, 256), around)
+    for layer in layers_of(way):
+        layer.forward = around(layer.forward)  # type: ignore[method-assign]
+    with Meter() as meter:
+        loss = loss_of(way)(**inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert predicted is not None and meter.peak == pytest.approx(predicted.peak, rel=0.02)
+
+    assert all(torch.allclose(value.grad, truth[key], atol=1e-5) for key, value in model.named_parameters())
+
+
+def test_checkpoints_on_the_host_are_not_on_the_device() -> None:
+    model, inputs = built({**TINY, "num_hidden_layers": 12}), language_inputs(1, 1024)
+    chunked = ways_of(model)[IN_CHUNKS][0]
+    costs = [eager_cost(loss_of(chunked), inputs, around) for around in (checkpointed, on_host)]
+    assert all(costs)
+    inner = 12 * 1024 * SIZES["hidden_size"] * 2
+    assert costs[0].held - costs[1].held == pytest.approx(inner, rel=0.15)  # type: ignore[union-attr]
+
+
+def test_a_model_without_a_head_of_its_own_has_no_loss_in_chunks() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert list(ways_of(model)) == [CHECKPOINTING, f"with {ON_HOST}"]
