@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +37,7 @@ from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
+from streamfx.report.first_step import note
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_strict, tell_of_whole_graph
 from streamfx.runtime.inductor import blame
@@ -87,7 +89,10 @@ def streambp(
     """The backend: a Dynamo graph and its inputs in, a callable with the same results out."""
     with raised_as_itself(module.graph):
         check_mode(mode)
-        return Compilation(module, resolved(options)).compile(example_inputs)
+        compilation, start = Compilation(module, resolved(options)), time.perf_counter()
+        run = compilation.compile(example_inputs)
+        note(compilation.facts, time.perf_counter() - start)
+        return run
 
 
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation

@@ -18,6 +18,7 @@ from torch import nn
 from streamfx.backend import streambp
 from streamfx.integrations import packing
 from streamfx.integrations.engines import DATA_PARALLEL, is_held
+from streamfx.report.first_step import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, isolated
 
@@ -75,7 +76,7 @@ class Calls:
         self.engine = self.engine or (DATA_PARALLEL if is_in_data_parallel() else "")
         call = self._whole if keeps_cache(kwargs) else self._without_cache
         args = (packing.found_in(args, kwargs), *args) if self.asks else args
-        return run(call, self.module, args, kwargs)
+        return run(call, self.module, args, kwargs, seen=None if self.enabled is None else self.enabled.compiled)
 
     def _is_wrapped_since(self) -> bool:
         """Whether an engine has taken the model's weights after `enable`; the first call looks at all modules."""
@@ -83,9 +84,13 @@ class Calls:
         return is_held(self.module, with_parts) and self._look_again()
 
 
-def run(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1) -> Any:
-    """A compiled call of a module, whose errors are those of the model; `sharers` modules share the graphs of the function."""
-    with graphs_as_wanted(sharers), without_checkpointing(module):
+def run(
+    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, sharers: int = 1, seen: list[Compiled] | None = None
+) -> Any:
+    """A compiled call of a module, whose errors are those of the model; `sharers` modules share the graphs of the function, and
+    those that are compiled in it are added to `seen`.
+    """
+    with graphs_as_wanted(sharers), without_checkpointing(module), noted_in(seen):
         try:
             return call(*args, **kwargs)
         except Exception as error:

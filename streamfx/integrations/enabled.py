@@ -10,8 +10,10 @@ from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
+from streamfx.report.first_step import Compiled
 
 ORIGIN = "streamfx.enable(...)"
+SHOWN = 3  # graphs of which a line says what became
 
 
 class Enabled:
@@ -19,6 +21,7 @@ class Enabled:
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.dynamic, self._given = dict(options), dynamic, given
+        self.compiled: list[Compiled] = []  # graphs of training steps, in the order in which they were met
         self._install(found_in(given))
 
     def _install(self, found: Found) -> None:
@@ -83,6 +86,9 @@ class Enabled:
             names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
             note = next((own.note for own in calls if own.note), "")
             lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
+        texts = list(dict.fromkeys(compiled.text for compiled in self.compiled[-SHOWN:]))
+        before = len(self.compiled) - len(self.compiled[-SHOWN:])
+        lines += [f"  {text}" for text in texts] + ([f"  and {before} graphs before"] if before else [])
         return "\n".join(lines)
 
     __repr__ = __str__

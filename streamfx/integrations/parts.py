@@ -164,7 +164,8 @@ class Part:
         dense = self._frees_weights()  # who touched a deferred one would find no weights
         self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
         call = self.shared.function(self._key, self._own, keeps_cache(kwargs), dense)
-        result = run(call, self.module, (*self._first, *args), kwargs, sharers=len(self.shared.parts))
+        seen = None if self.enabled is None else self.enabled.compiled
+        result = run(call, self.module, (*self._first, *args), kwargs, sharers=len(self.shared.parts), seen=seen)
         self._gave_deferred = isinstance(result, DeferredTensor)
         return result
 

@@ -1,0 +1,73 @@
+"""What became of a training step, in one line: logged once it is compiled, and shown by what `streamfx.enable` returned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+
+from streamfx.budget import in_bytes
+from streamfx.cost.memory import cost_of
+from streamfx.cost.terms import loss_values
+from streamfx.errors import told
+from streamfx.ir.facts import Facts
+from streamfx.log import log
+from streamfx.report.reasons import why_no_stages
+from streamfx.report.stages import stage_reports
+
+MORE = "streamfx.explain shows more"
+
+
+class Compiled:
+    """A graph of a training step, and the seconds that it took. Its cost is predicted when somebody reads the line."""
+
+    def __init__(self, facts: Facts, seconds: float) -> None:
+        self.facts, self.seconds = facts, seconds
+
+    @cached_property
+    def text(self) -> str:
+        """The line; what cannot be described must not keep a step from running."""
+        try:
+            found = self._found()
+        except Exception as error:
+            found = f"it cannot be described: {told(error)}"
+        return f"compiled in {self.seconds:.1f} s: {found}"
+
+    def _found(self) -> str:
+        facts, program = self.facts, self.facts.program
+        if program is None:
+            return f"nothing streams: {why_no_stages(facts)}; {MORE}"
+        cost = cost_of(program.forward, program.backward, len(facts.joint.outputs), loss_values(facts))
+        stages = stage_reports(facts, 0, cost.loops)
+        whole = sum(stage.kind == "whole" for stage in stages)
+        streams = f"{whole} of {len(stages)} stages run whole ({MORE})" if whole else "every stage streams"
+        rows = sorted({loop.rows for loop in cost.loops.values()})
+        chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
+        return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"
+
+
+_noted: ContextVar[list[Compiled] | None] = ContextVar("streamfx_noted", default=None)
+
+
+@contextmanager
+def noted_in(seen: list[Compiled] | None) -> Iterator[None]:
+    """Training graphs that are compiled inside are added to a list."""
+    token = _noted.set(seen)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+
+
+def note(found: Sequence[Facts], seconds: float) -> None:
+    """Called once for each graph of Dynamo's; graphs without gradients are no step."""
+    training = [facts for facts in found if facts.joint.tangents]
+    if not training:
+        return
+    compiled, seen = Compiled(training[-1], seconds), _noted.get()
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", compiled.text)
+    if seen is not None:
+        seen.append(compiled)
