@@ -12,7 +12,9 @@ import streamfx
 from tests.support.small import Causal, tokens
 
 IDS = tokens(2, 64)
-LINE = re.compile(r"compiled in \d+\.\d s: every stage streams, 16 to 64 rows per chunk, peak predicted [\d.]+ (bytes|KiB|MiB) for")
+LINE = re.compile(
+    r"compiled in \d+\.\d s: every stage streams, 16 to 64 rows per chunk, peak predicted [\d.]+ (bytes|KiB|MiB) for"
+)
 
 
 def test_the_line_is_there_after_the_first_step_and_not_before() -> None:

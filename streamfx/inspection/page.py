@@ -9,7 +9,7 @@ from streamfx.budget import in_bytes
 from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
 from streamfx.report.text import headline, in_flops
 from streamfx.report.timeline import Timeline
-from streamfx.report.verdict import Taken, gains, verdict
+from streamfx.report.verdict import Taken, gains, verdict, why_nothing_streams
 
 WHAT = "Activations and gradients, beside parameters and inputs."
 
@@ -32,13 +32,6 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
         options=summary["options"],
         notes=tuple(_notes(summary)),
     )
-
-
-def why_nothing_streams(stages: list[Mapping[str, Any]]) -> str | None:
-    """The first reason, where no stage has a loop."""
-    if any(stage["loops"] for stage in stages):
-        return None
-    return next((reason for stage in stages for reason in stage["reasons"]), None)
 
 
 def sentence(text: str) -> str:

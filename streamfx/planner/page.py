@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.inspection.page import sentence, why_nothing_streams
+from streamfx.inspection.page import sentence
 from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
 from streamfx.report.text import in_flops, in_seconds
 from streamfx.report.timeline import Timeline
-from streamfx.report.verdict import Taken, gains, verdict
+from streamfx.report.verdict import Taken, gains
 
 
 def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
@@ -20,7 +20,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
     return Page(
         title=summary["model"],
         subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
-        verdict=sentence(_found(summary) or verdict(ours, others, why_nothing_streams(summary["stages"]))),
+        verdict=sentence(_found(summary) or summary["verdict"]),
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others, counted)),
         timeline=timeline,

@@ -96,12 +96,12 @@ def length_verdict(ours: int, others: Mapping[str, int]) -> str:
 
 
 def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Of stages as reports list them: the reason of the first, if none streams; None if one does.
+    """Of stages as reports list them: the first reason, where none has a loop; None where one has.
 
-    >>> why_nothing_streams([{"kind": "whole", "reasons": ["no rule"]}])
+    >>> why_nothing_streams([{"loops": 0, "reasons": ["no rule"]}])
     'no rule'
     """
-    if any(stage["kind"] == "streamed" for stage in stages):
+    if any(stage["loops"] for stage in stages):
         return None
     return next((reason for stage in stages for reason in stage["reasons"]), "nothing is computed along a sequence")
 
