@@ -43,7 +43,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
 
     Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device.
 
-    Args:
+    Takes:
         model: a module, or a function of one.
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.

@@ -33,7 +33,7 @@ def verify(
     a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
     that require them. The model's state, its `.grad`s and all random generators are left as they were.
 
-    Args:
+    Takes:
         model: a module, or a function of one.
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.

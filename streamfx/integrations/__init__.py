@@ -25,7 +25,7 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
     Enabling once more with the same options changes nothing, and returns what is there. Other options take the place of the
     first ones, with a warning, and the next call compiles anew.
 
-    Args:
+    Takes:
         trainer_or_model: the model, or the trainer once it is made.
         dynamic: as in `torch.compile`; by default lengths become dynamic at the second one seen, so that all share one graph.
         options: the backend's, as a dictionary or `streamfx.Options`.
@@ -55,7 +55,7 @@ def disable(trainer_or_model: Any) -> None:
 
     What was enabled together is disabled together. Where nothing is enabled, nothing happens.
 
-    Args:
+    Takes:
         trainer_or_model: what was given to `enable`, or a model or trainer that holds it, or that it holds.
 
     Raises:

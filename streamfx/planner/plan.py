@@ -85,7 +85,7 @@ def plan(
 ) -> PlanReport:
     """Predict a training step, and the longest length or largest batch that fits into `memory`; nothing is computed.
 
-    Args:
+    Takes:
         model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
             that is shipped), or a model on the meta device: `inputs(batch, length)` are its arguments, loss or logits come out.
         seq, batch: tokens and sequences of a step, on each device; `max_length` or `max_batch` asks for the most that fit.
