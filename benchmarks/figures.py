@@ -26,7 +26,7 @@ BLOCK = re.compile(r"(<!-- figures: ([\w -]+) -->\n)(.*?)(\n<!-- end -->)", re.D
 GIB = 1 << 30
 KEPT = ("length", "batch", "max_length", "peak_bytes", "seconds", "launches", "bytes_of_products", "bytes_of_totals")
 
-WIRE = ("bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
+WIRE = ("bytes", "far_bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
 
 Figures = dict[str, dict[str, Any]]
 

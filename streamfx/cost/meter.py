@@ -42,7 +42,7 @@ class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
 
     Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
-    ranks, and the bytes, by kind.
+    ranks, the bytes, and those of them that leave the machine, by kind.
     """
 
     flops: int = 0
@@ -53,16 +53,21 @@ class Work(NamedTuple):
     total_bytes: int = 0
     gathers: int = 0
     gathered: int = 0
+    gathered_far: int = 0
     reductions: int = 0
     reduced: int = 0
+    reduced_far: int = 0
     exchanges: int = 0
     exchanged: int = 0
+    exchanged_far: int = 0
 
     @property
     def wire(self) -> dict[str, Traffic]:
         """By kind what was sent."""
-        pairs = ((self.gathers, self.gathered), (self.reductions, self.reduced), (self.exchanges, self.exchanged))
-        return {kind: Traffic(*pair) for kind, pair in zip(KINDS, pairs, strict=True)}
+        gathers = Traffic(self.gathers, self.gathered, self.gathered_far)
+        reductions = Traffic(self.reductions, self.reduced, self.reduced_far)
+        exchanges = Traffic(self.exchanges, self.exchanged, self.exchanged_far)
+        return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
 
     def plus(self, other: Work) -> Work:
         return Work(*map(operator.add, self, other))
@@ -210,8 +215,9 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(flops, 0, flops, 1)
     moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
     if (sent := sent_by(func, args, kwargs, out)) is not None:
-        names = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))
-        return Work(moved=moved, launches=1, **{sent.kind: 1, names[sent.kind]: sent.bytes})
+        name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
+        calls, size, far = sent.traffic
+        return Work(moved=moved, launches=1, **{sent.kind: calls, name: size, f"{name}_far": far})
     if not flops:
         return Work(0, moved, 0, 1)
     total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None
