@@ -204,7 +204,15 @@ def test_groups_inside_of_a_machine_send_at_its_rate() -> None:
 @pytest.mark.parametrize("ranks", [(64, 0), (64, 63)], indirect=True)
 def test_which_groups_lie_inside_of_a_machine(ranks: DeviceMesh) -> None:  # noqa: F811
     world = dist.get_world_size()
-    for size, apart, is_far in ((8, 1, False), (4, 1, False), (4, 2, False), (8, 8, True), (2, 32, True), (64, 1, True)):
+    for size, apart, is_far in (
+        (8, 1, False),
+        (4, 1, False),
+        (4, 2, False),
+        (4, 4, True),
+        (8, 8, True),
+        (2, 32, True),
+        (64, 1, True),
+    ):
         own = dist.get_rank() // (size * apart) * size * apart + dist.get_rank() % apart
         group = dist.new_group(range(own, own + size * apart, apart), use_local_synchronization=True)
         sent = sent_by(torch.ops._c10d_functional.all_reduce.default, (torch.ones(world), "sum", group.group_name), {}, None)

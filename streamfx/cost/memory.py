@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from streamfx.cost.handed_over import HandedOver, run_in_stretches
+from streamfx.cost.layouts import largest_copied
 from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
@@ -82,11 +84,15 @@ class Cost:
 
 
 def cost_of(
-    forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, loss: frozenset[str] = frozenset()
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    num_outputs: int,
+    loss: frozenset[str] = frozenset(),
+    handed: HandedOver | None = None,
 ) -> Cost:
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
 
-    `loss` are names of the values of the loss stage (see `loss_values`).
+    `loss` are names of the values of the loss stage (see `loss_values`), `handed` is given where gradients are taken meanwhile.
     """
     meter = Meter()
     known: dict[Any, LoopRun] = {}
@@ -102,8 +108,12 @@ def cost_of(
             forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
-            gradients = None if backward is None else _run_backward(backward, saved)
-            if copied := _largest_copied(given, gradients or ()):
+            gradients = None
+            if backward is not None and handed is not None:
+                run_in_stretches(backward, _given_backward(backward, saved), handed, inputs, meter)
+            elif backward is not None:
+                gradients = OuterRunner(backward)(_given_backward(backward, saved))
+            if copied := largest_copied(given, gradients or ()):
                 meter.reached(Rise(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
@@ -173,40 +183,12 @@ def _leaf_like(node: fx.Node) -> Any:
     return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
 
 
-def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
-    """Feed what was saved (numbers last, which the backward half takes first) and gradients of the results."""
+def _given_backward(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
+    """What was saved (numbers last, which the backward half takes first) and gradients of the results."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
-    arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
-    return OuterRunner(backward)(arguments)
-
-
-def _largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
-    """Bytes of the largest gradient that autograd copies before it keeps it: one that lies otherwise than what it is of.
-
-    accumulate_grad.h: obeys_layout_contract; copies are made one after the other, when all gradients are there.
-    """
-    pairs = zip(inputs, gradients, strict=False)
-    tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
-    return max((own.nbytes for value, own in tensors if own.shape == value.shape and not _lies_as(own, value)), default=0)
-
-
-def _lies_as(gradient: Tensor, value: Tensor) -> bool:
-    if not _is_dense(value):
-        return gradient.is_contiguous()
-    strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
-    return all(size == 1 or own == other for size, own, other in strides)
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether each element has a place of its own, and no place is left between them."""
-    places = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
-        if stride != places:
-            return False
-        places *= size
-    return True
+    return arguments + [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:

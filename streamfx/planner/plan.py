@@ -17,11 +17,11 @@ from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import objective_called
-from streamfx.planner.optimizers import state_bytes
+from streamfx.planner.optimizers import UPDATING, state_bytes
 from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import Limits
-from streamfx.planner.shards import Sharding, checked_sharding
+from streamfx.planner.shards import ZERO1, Sharding, checked_sharding
 from streamfx.planner.step import Inputs, Step
 from streamfx.planner.tensors import check_plan
 
@@ -37,6 +37,7 @@ def plan(
     lora_rank: int | None = None,
     quantize: str | None = None,
     optimizer: str = "none",
+    optimizer_in_backward: bool = False,
     world: int = 1,
     shard: str = "ddp",
     tensor: int = 1,
@@ -58,10 +59,11 @@ def plan(
     among these inputs. `objective` is what a step of a configuration's model computes: "sft"; "dpo", `batch` pairs of sequences
     and a reference model; "grpo", `batch` groups of `group` answers and a reference model. `quantize` freezes the model and keeps
     its layers' weights in "nf4", "int8" or "fp8", beside adapters of `lora_rank`. The state of `optimizer` ("adamw", "adamw8bit",
-    "sgd", "none") is counted. `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp"
-    each holds everything, with "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters.
-    `tensor` of them cut layers as the plan of their configuration says, `context` divide each sequence, and swap its rows for
-    heads around attention (Ulysses). `host_memory` is what inputs of stages may take that wait on a host, which 8 devices share.
+    "sgd", "none") is counted; with `optimizer_in_backward` it updates parameters in the backward pass, and frees their gradients.
+    `world` devices run the step together, each with `batch` sequences of its own: with `shard` "ddp" each holds everything, with
+    "zero1" they divide the state, with "zero2" also gradients, with "zero3" also parameters. `tensor` of them cut layers as the
+    plan of their configuration says, `context` divide each sequence, and swap its rows for heads around attention (Ulysses).
+    `host_memory` is what inputs of stages may take that wait on a host, which 8 devices share.
     `noted` is told each prediction. Nothing is computed.
     """
     _check(dtype, memory, inputs)
@@ -73,12 +75,13 @@ def plan(
     ranks = checked_sharding(world, shard, tensor, context)
     _check_rows(context, seq)
     _check_divided(ranks, objective, inputs, lora_rank or quantize)
+    _check_updates(optimizer_in_backward, optimizer, ranks)
     with uncollected():
         made = wanted.step(built(model, dtype, lora_rank, quantize))
     name = Path(model).name if isinstance(model, str) else type(made).__name__
     _check_made(made, tensor, context)
     state = state_bytes(made, optimizer, ranks)
-    step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks)
+    step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks, optimizer_in_backward)
     limits = Limits(
         None if memory is None else bytes_of(memory, here()),
         None if host_memory is None else bytes_of(host_memory, here()) // sharing(world),
@@ -122,6 +125,15 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
             f"inputs cannot be a {type(inputs).__name__}",
             do="give a function of (batch, length) that returns what the model takes",
         )
+
+
+def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
+    if in_backward and optimizer == "none":
+        found = "none"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do=f"give one of {', '.join(UPDATING)}")
+    if in_backward and ranks.shard == ZERO1:
+        found = "zero1, which gathers updated parameters behind the step"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do="plan with ddp, zero2 or zero3")
 
 
 def _check_rows(context: int, seq: int) -> None:

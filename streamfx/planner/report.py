@@ -42,6 +42,7 @@ class PlanReport:
     max_length: int | None = None
     max_batch: int | None = None
     ranks: Sharding = ALONE
+    updates: bool = False
 
     def summary(self) -> dict[str, Any]:
         """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state."""
@@ -62,6 +63,7 @@ class PlanReport:
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
             "seconds": self.device.seconds(found.flops, found.moved, found.launches) + sum(self._waited()),
+            "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
             "tensor": self.ranks.tensor,
@@ -122,6 +124,8 @@ class PlanReport:
 
     def _counted(self) -> str:
         state = self.prediction.peak_by_term.get(OPTIMIZER)
+        if self.updates:
+            return "parameters included, gradients until they are used" + (", and the optimizer's state" if state else "")
         return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
 
     def _counts(self) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,9 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model beside the state of an optimizer; `noted` is told each prediction."""
+    """A step of a model beside the state of an optimizer, which `updates` in the backward pass or behind it; `noted` is told each
+    prediction.
+    """
 
     name: str
     model: nn.Module
@@ -38,11 +40,12 @@ class Step:
     state: int
     noted: Callable[[Prediction], None] | None
     ranks: Sharding
+    updates: bool = False
 
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state)
+            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates)
         if self.noted is not None:
             self.noted(found)
         return found
@@ -58,7 +61,7 @@ class Step:
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
         found = self.at(batch, seq, {**given, **within}, baselines)
-        return PlanReport(self.name, found, self.device, limits, ranks=self.ranks)
+        return PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
 
     def searched(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, max_batch: bool, few: bool) -> PlanReport:
         """The longest sequences, or the most of them; guessed by models of few layers where there may be such."""
@@ -84,7 +87,7 @@ class Step:
             raise OverBudget(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
         size, found = best
         length, most = (None, size) if max_batch else (size, None)
-        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks)
+        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates)
 
     @property
     def _first_length(self) -> int:
