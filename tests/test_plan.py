@@ -109,6 +109,13 @@ def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(text.splitlines()) < 40
 
 
+def test_chunks_of_layers_and_of_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--seq", "256", "--no-baselines", "--json", "--chunk-size", "64", "--loss-chunk-size", "32"]
+    assert main(["plan", str(folder), *given]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["chunk_size"] for stage in stages] == [64, 64, 32]
+
+
 @pytest.mark.long
 def test_adapters_leave_most_gradients_out() -> None:
     model = built(TINY, lora_rank=4)

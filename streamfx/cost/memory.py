@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from streamfx.cost.between import makes_memory, terms_between
 from streamfx.cost.handed_over import HandedOver, run_in_stretches
 from streamfx.cost.layouts import largest_copied
 from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
-from streamfx.cost.terms import GRADIENTS, WEIGHTS, LoopTerms, terms_of, whole_weights
+from streamfx.cost.terms import GRADIENTS, terms_of
 from streamfx.cost.wire import Traffic, added
 from streamfx.ir.joint import graph_copy
 from streamfx.runtime.loop import Loop
@@ -96,8 +97,8 @@ def cost_of(
     """
     meter = Meter()
     known: dict[Any, LoopRun] = {}
-    forward = sampled(forward, meter, terms_of(forward, False, loss), known)
-    backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)
+    forward = sampled(forward, meter, known, False, loss)
+    backward = None if backward is None else sampled(backward, meter, known, True, loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta["val"]) for node in placeholders]
@@ -195,14 +196,18 @@ def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
-def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
-    """The same outer graph, with loops that run few of their chunks."""
+def sampled(
+    module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
+) -> fx.GraphModule:
+    """The same outer graph, with loops that run few of their chunks, and bytes counted under their terms."""
+    between = terms_between(module, is_backward)
+    terms = terms_of(module, is_backward, between, loss)
     copied = with_stand_ins(module, meter, made_like)
-    if weights := whole_weights(module):
+    if between:
         copied = fx.GraphModule(copied, graph_copy(copied.graph))
         for node in copied.graph.nodes:
-            if node.name in weights:
-                node.target = meter.named(WEIGHTS, node.target)
+            if node.name in between and makes_memory(node):
+                node.target = meter.named(between[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
             copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.nested import tensors_in
@@ -162,6 +163,15 @@ class Meter(TorchDispatchMode):
             return out
 
         return run
+
+    def rename(self, tensor: Tensor, term: str) -> None:
+        """Count a tensor's memory under another term from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._sizes:
+            size, before = self._sizes[key]
+            self._sizes[key] = size, term
+            self.live_terms[before] -= size
+            self.live_terms[term] += size
 
     def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose bytes are counted under a term."""

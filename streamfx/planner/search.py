@@ -10,7 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, OTHER, STAGE_INPUTS, STATES, STREAM_GRADIENT
+from streamfx.cost.terms import (
+    ATTENTION,
+    CHUNK,
+    EXCHANGED,
+    INPUTS,
+    KEY_GRADIENTS,
+    KEYS,
+    LOSS,
+    OTHER,
+    STAGE_INPUTS,
+    STATES,
+    STREAM_GRADIENT,
+)
 from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
 from streamfx.planner.scout import Guess
@@ -21,7 +33,7 @@ CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
 BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
 LEAST_ROWS = 8
-GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, OTHER)
+GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, EXCHANGED, ATTENTION, OTHER)
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
