@@ -198,6 +198,18 @@ def test_a_guess_that_is_off_is_made_good() -> None:
     assert len(traced) == 2
 
 
+def test_a_search_ends_where_no_more_is_to_be_had() -> None:
+    """Not in the middle between what fits, just so, and what did not."""
+    traced = []
+
+    def predict(length: int, options: Any) -> Prediction:
+        traced.append(length)
+        return prediction(length, 1000 + 3 * length + (length > 180_000) * 50_000)
+
+    best = largest(predict, Limits(400_000), {}, Guess(190_000, 1000), LENGTH, 9)
+    assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(traced) <= 3
+
+
 def test_what_waits_on_the_host_is_limited() -> None:
     def predict(length: int, options: Any) -> Prediction:
         assert options["keep_every"] == 1

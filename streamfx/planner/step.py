@@ -18,7 +18,7 @@ from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, predict
 from streamfx.planner.report import PlanReport
 from streamfx.planner.scout import Guess, first_layers, guessed
-from streamfx.planner.search import AIM, FIRST_LENGTH, Limits, Sought, largest, least_memory
+from streamfx.planner.search import AIM, FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
 from streamfx.runtime.device_kinds import supposed
 
@@ -70,7 +70,7 @@ class Step:
         if max_batch:
             sought, first = Sought(1, lambda size: sequences * size), batch
         else:
-            sought, first = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch), max(seq, self._first_length)
+            sought, first = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch), max(seq, self._first_length(given))
 
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
@@ -89,6 +89,5 @@ class Step:
         length, most = (None, size) if max_batch else (size, None)
         return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates)
 
-    @property
-    def _first_length(self) -> int:
-        return FIRST_LENGTH * self.ranks.context
+    def _first_length(self, given: Mapping[str, Any]) -> int:
+        return FIRST_LENGTH * self.ranks.context * (OFFLOADED if given.get("offload") == "inputs" else 1)
