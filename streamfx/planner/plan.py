@@ -82,13 +82,16 @@ def plan(
     _check_made(made, tensor, context)
     state = state_bytes(made, optimizer, ranks)
     step = Step(name, made, wanted, device_called(device), inputs, state, noted, ranks, optimizer_in_backward)
-    limits = Limits(
-        None if memory is None else bytes_of(memory, here()),
-        None if host_memory is None else bytes_of(host_memory, here()) // sharing(world),
-    )
+    limits = _limits(memory, host_memory, world)
     if max_length or max_batch:
         return step.searched(limits, given, batch, seq, max_batch, few=not isinstance(model, nn.Module))
     return step.planned(limits, given, batch, seq, baselines)
+
+
+def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
+    """Of a device, and of a host for each of the devices that share it."""
+    device = None if memory is None else bytes_of(memory, here())
+    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
 
 
 def _check_made(model: nn.Module, tensor: int, context: int) -> None:
