@@ -109,6 +109,16 @@ def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(text.splitlines()) < 40
 
 
+def test_memory_that_is_written_over_counts_as_what_it_holds() -> None:
+    """At the peak, in the last layer: what entered the head has become the gradient that the head has left."""
+    layers, seq = 4, 8192
+    options = {"save": "inputs", "chunk_size": 64, "loss_chunk_size": 64, "keep_every": 1}
+    terms = streamfx.plan(
+        {**TINY, "num_hidden_layers": layers}, seq=seq, baselines=False, options=options
+    ).prediction.peak_by_term
+    assert terms["stage inputs"] == (layers - 1) * seq * 64 * 2  # the first begins with ids
+
+
 def test_chunks_of_layers_and_of_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--seq", "256", "--no-baselines", "--json", "--chunk-size", "64", "--loss-chunk-size", "32"]
     assert main(["plan", str(folder), *given]) == 0
