@@ -11,81 +11,131 @@ Lengths are not compared: eager's own reduction asks that they are the same on a
 Collectives on weights have no rows, and rows that are exchanged between loops are as many as a rank has: ranks may have sequences
 of other lengths, and compile again in other steps. What is exchanged, and made again in the backward half, follows from the graph
 and the options, not from sizes. So for a group that has only such collectives ranks compare what they have not yet agreed on, and
-raise an error where that is not the same. So does a rank that would run the same collectives in another order than before: no
-other could tell which of both it runs.
+raise an error where that is not the same. So does a rank that would run the collectives of a model in another order than before:
+no other could tell which of both it runs. A rank that raises an error tells all its groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import TypeAlias
 
 from torch import fx
 
-from streamfx.errors import RanksDiffer, told
 from streamfx.ir.facts import Facts
-from streamfx.passes.codegen.collective_order import order_between_loops, order_with_chunks, values_between_loops
+from streamfx.passes.codegen.collective_order import (
+    order_between_loops,
+    order_with_chunks,
+    traced_order,
+    values_of_weights,
+)
 from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
-from streamfx.passes.operators.traits import producer_of
-from streamfx.passes.partition.between import Between
-from streamfx.ranks_differ import failed_elsewhere, nothing_from_others, other_collectives, other_order_than_before
+from streamfx.ranks_differ import failed_elsewhere, failure, nothing_from_others, other_collectives, other_order_than_before
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
 Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
 FAILED = "failed: "
+GOES_ON = "all groups of this rank agree"
 SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
 DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
 STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
 
 
 def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, asked: str = "") -> Facts:
-    """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike."""
-    exchange = exchange or written_by_all
+    """What `run` makes of a graph; where rows of it are reduced over ranks, what all of these ranks make of it alike.
+
+    `asked` says what was asked for, and of which weights; it is this rank's own.
+    """
+    board = _Board(capture, exchange or written_by_all, asked)
     try:
-        return _agreed(run, capture, exchange, asked)
-    except RanksDiffer:
-        raise
-    except Changed as error:
-        raise other_order_than_before(str(error)) from error
-    except Missing as error:
-        raise nothing_from_others(error) from error
+        return _agreed(run, capture, board)
+    except _Failed as error:
+        board.leave(error.failure)
+        raise failed_elsewhere(error.failure) from None
     except Exception as error:
-        for group in groups_of(capture().joint.graph.nodes):  # nobody is to wait for this rank
-            exchange(FAILED + told(error), group, waits=False)
-        raise
+        refused = _refused(error)
+        board.leave(failure(refused))  # nobody is to wait for this rank
+        raise refused from (None if refused is error else error)
 
 
-def _agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange, asked: str) -> Facts:
-    facts = _rows_agreed(run, capture, exchange)
+class _Failed(Exception):
+    """Another rank has said that it does not run a graph."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def _refused(error: Exception) -> Exception:
+    if isinstance(error, Changed):
+        return other_order_than_before(str(error))
+    return nothing_from_others(error) if isinstance(error, Missing) else error
+
+
+@dataclass
+class _Board:
+    """Where this rank writes for the others of a group. Each text says which graph it is about: the one that was traced, which a
+    rank knows also where its analysis fails.
+    """
+
+    capture: Capture
+    exchange: Exchange
+    asked: str
+
+    def read(self, text: str, group: str, known_by: str | None = None) -> list[str]:
+        """What all ranks write with this text; a text known by what its weights send is agreed on once."""
+        subject = traced_order(self.graph, group)
+        about = None if known_by is None else f"{self.asked}\n{known_by}\n{subject}"
+        texts = self.exchange(text, group, subject=subject, about=about)
+        failed = next((item for item in texts if item.startswith(FAILED)), None)
+        if failed is not None:
+            raise _Failed(failed.removeprefix(FAILED))
+        return texts
+
+    def leave(self, failure: str) -> None:
+        """Say to all groups of this graph that this rank does not run it."""
+        for group in groups_of(self.graph.nodes):
+            self.exchange(FAILED + failure, group, subject=traced_order(self.graph, group), waits=False)
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        return self.capture().joint.graph
+
+
+def _agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
+    facts = _rows_agreed(run, capture, board)
     reduced = groups_of(rows_over_ranks(facts))
+    known_by = {group: values_of_weights(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
+    compared = [group for group in known_by if group not in reduced]
     for group in reduced if len(reduced) > 1 else ():
-        _raise_unless_same(exchange(order_between_loops(facts, group), group))
-    for group in dict.fromkeys((*groups_of_weights(facts), *groups_of_exchanges(facts))):
-        if group not in reduced:
-            _raise_unless_same(
-                exchange(order_between_loops(facts, group), group, about=f"{asked}\n{values_between_loops(facts, group)}")
-            )
+        _raise_unless_same(board.read(order_between_loops(facts, group), group))
+    for group in compared:
+        _raise_unless_same(board.read(order_between_loops(facts, group), group, known_by[group]))
+    groups = [*reduced, *compared]
+    for _ in groups[1:]:  # a rank may have refused in another group: each round tells those that are one group further
+        for group in groups:
+            board.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
     return facts
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
-    _raise_failed(texts)
     if len(set(texts)) > 1:
         raise other_collectives(*_first_difference(texts))
 
 
-def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange) -> Facts:
+def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
     """With the rows that are reduced over ranks where all of these ranks reduce them."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = groups_of(rows)
-    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], exchange)):
+    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], board)):
         return facts
     facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
-    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], exchange):
+    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], board):
         return facts
     return replace(facts, program=None, stands=STAND)
 
@@ -107,24 +157,14 @@ def groups_of_weights(facts: Facts) -> list[str]:
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
-    """The groups over which rows are exchanged between loops."""
-    if facts.found_demand is None or facts.axes.sequence is None:
-        return []
-    exchanged = {producer_of(node) for node in Between(facts).nodes}
-    return groups_of(node for node in facts.joint.graph.nodes if node in exchanged)
+    """The groups over which more than sums is sent: rows, also on a rank that has too few of them to find a sequence."""
+    nodes = facts.joint.graph.nodes
+    return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
 
-def is_same_on_all_ranks(facts: Facts, group: str, exchange: Exchange) -> bool:
+def is_same_on_all_ranks(facts: Facts, group: str, board: _Board) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
-    texts = exchange(order_with_chunks(facts, group), group)
-    _raise_failed(texts)
-    return len(set(texts)) == 1
-
-
-def _raise_failed(texts: Sequence[str]) -> None:
-    failed = next((text for text in texts if text.startswith(FAILED)), None)
-    if failed is not None:
-        raise failed_elsewhere(failed.removeprefix(FAILED))
+    return len(set(board.read(order_with_chunks(facts, group), group))) == 1
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:

@@ -13,10 +13,11 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.capture import captured
-from streamfx.constants import WatchedInput, all_hold, watched_inputs
+from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import uses_inductor
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
+from streamfx.identity import numbers_of_weights
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.lengths import Lengths
@@ -32,11 +33,11 @@ from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.operators.traits import is_moved_elements
-from streamfx.passes.partition.fit import fits_whole
+from streamfx.passes.partition.fit import fits_whole, may_fit_whole
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
 from streamfx.report.products import show_product
-from streamfx.report.reasons import tell_of_whole_graph
+from streamfx.report.reasons import check_strict, tell_of_whole_graph
 from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.runtime.inductor import blame
 from streamfx.runtime.outer import OuterRunner
@@ -105,6 +106,7 @@ class Compilation:
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
     exchange: Exchange | None = None  # with other ranks
+    weights: Sequence[int] = ()  # by number, so that two models are told apart
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
@@ -129,7 +131,7 @@ class Compilation:
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
-        self.num_inputs = len(inputs)
+        self.num_inputs, self.weights = len(inputs), numbers_of_weights(inputs)
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
@@ -216,9 +218,10 @@ class Compilation:
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
-        if self.options.memory_budget is not None and self.options.chunk_size == "auto" and may_run_whole:
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
+        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
             halves = plain()
-            if self.fits_as_it_stands(capture(), *halves):
+            if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture)
         if facts.program is None:
@@ -274,9 +277,9 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            run = partial(run_pipeline, options=self.options, after=show_product)
-            facts = run_agreed(run, capture, self.exchange, asked=repr(self.options))
-        except (OverBudget, RanksDiffer):
+            facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}")
+            check_strict(facts, self.options)
+        except (OverBudget, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:
@@ -286,12 +289,12 @@ class Compilation:
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         self.found(facts)
-        if self.options.strict and (reasons := facts.reasons()):
-            raise NotStreamed(
-                "strict=True asks that every stage streams",
-                found="; ".join(reasons),
-                do="change the code named above, or drop strict=True: the result is exact either way",
-            )
+        return facts
+
+    def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
+        """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
+        facts = run_pipeline(capture, self.options, show_product)
+        check_strict(facts, self.options)
         return facts
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -386,15 +389,3 @@ def _numel(node: fx.Node) -> int:
 def _result_bytes(module: fx.GraphModule) -> int:
     """Bytes of what a graph of Dynamo's returns."""
     return sum(bytes_like(node.meta.get("example_value")) for node in outputs_of(module.graph) if isinstance(node, fx.Node))
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
-
-    compiled: Callable[..., Any]
-    watched: Sequence[WatchedInput]
-    otherwise: Callable[..., Any]
-
-    def __call__(self, *inputs: Any) -> Any:
-        return (self.compiled if all_hold(self.watched, inputs) else self.otherwise)(*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,3 +146,15 @@ def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
         if not any_hidden_change(read):
             return True
     return all(item.still_holds(inputs[item.position]) for item in watched)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A compiled graph that relies on the values of some inputs, and what to run once they have changed."""
+
+    compiled: Callable[..., Any]
+    watched: Sequence[WatchedInput]
+    otherwise: Callable[..., Any]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return (self.compiled if all_hold(self.watched, inputs) else self.otherwise)(*inputs)

@@ -115,5 +115,9 @@ class IntegrationError(StreamFXError, TypeError):
     """`streamfx.integrations.enable` was given something that it cannot compile in place."""
 
 
+class ReportError(StreamFXError, OSError):
+    """A report cannot be written where it was asked for, or is asked about something that is not in it."""
+
+
 class ModelError(StreamFXError, ValueError):
     """The command line was given no model that it can make: neither a Hugging Face folder nor `package.module:factory`."""

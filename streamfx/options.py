@@ -67,6 +67,20 @@ class Options:
         """The options by name."""
         return asdict(self)
 
+    def ordering(self) -> str:
+        """Those that the order of a graph's collectives may follow from, as text."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ORDERING)
+
+
+ORDERING = (
+    "save",
+    "keep_every",
+    "offload",
+    "memory_budget",
+    "reshard",
+    "gradients",
+)  # what the order of collectives follows from
+
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "save": (*SAVE_LEVELS, "auto"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from streamfx.errors import RanksDiffer, told
+from streamfx.errors import RanksDiffer, StreamFXError, told
 
 UNTIL_THEN = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
+
+TWO_TOKENS = "each call sequences of two tokens at least, and as many as others (drop_last=True of a DataLoader)"
+ALIKE = ("chunk_size", "loss_chunk_size", "save", "keep_every", "reshard")
 
 
 def failed_here(error: BaseException) -> RanksDiffer:
@@ -16,11 +19,18 @@ def failed_here(error: BaseException) -> RanksDiffer:
     )
 
 
-def failed_elsewhere(found: str) -> RanksDiffer:
-    """Another rank's analysis has failed with an error."""
-    return RanksDiffer(
-        "all ranks have to run the same collectives, and another rank could not analyse this graph", found, do=UNTIL_THEN
-    )
+def failure(error: BaseException) -> str:
+    """What a rank that does not run a graph tells the others: what it found, and in lines of its own what to do."""
+    if not isinstance(error, StreamFXError):
+        return f"{told(error)}\n{UNTIL_THEN}"
+    refused = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
+    return f"{type(error).__name__}: {refused}\n{error.do}"
+
+
+def failed_elsewhere(failure: str) -> RanksDiffer:
+    """Another rank does not run a graph: its analysis has failed with an error, or what its user asked for is refused."""
+    found, do = failure.split("\n", 1)
+    return RanksDiffer("all ranks have to run the same collectives, and another rank does not run this graph", found, do=do)
 
 
 def other_collectives(rank: int, first: str, other: str) -> RanksDiffer:
@@ -28,16 +38,16 @@ def other_collectives(rank: int, first: str, other: str) -> RanksDiffer:
     return RanksDiffer(
         "all ranks have to run the same collectives in the same order",
         found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-        do="give all ranks the same options: save, keep_every and reshard, and a memory_budget only if it is the same",
+        do=f"give all ranks the same options ({', '.join(ALIKE)}, and a memory_budget only if it is the same), and {TWO_TOKENS}",
     )
 
 
 def other_order_than_before(before: str) -> RanksDiffer:
     """This rank would run the same collectives in another order than all ranks have agreed on."""
     return RanksDiffer(
-        "the collectives on weights have one order, whatever the lengths, so that ranks may have lengths of their own",
+        "the collectives of a model have one order, whatever the lengths, so that ranks may have lengths of their own",
         found=f"another order for the lengths of this call than for those before, which began with {before.splitlines()[0]}",
-        do="give each call sequences of two tokens at least, and all calls as many (drop_last=True of a DataLoader)",
+        do=f"give {TWO_TOKENS}",
     )
 
 

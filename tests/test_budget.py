@@ -71,7 +71,7 @@ class Step:
         return cost_of(facts.program.forward, facts.program.backward, 1).peak  # type: ignore[union-attr]
 
     def held(self) -> int:
-        return held_bytes(self.backend.facts[0].program.forward)  # type: ignore[union-attr]
+        return held_bytes(self.backend.facts[0].program.forward.graph)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("make", [hf.qwen3_tied], ids=lambda make: make.__name__)

@@ -46,7 +46,7 @@ class Calls:
 def peak(facts: Facts | None) -> int:
     """Predicted bytes of a step, for the lengths of the call that it was compiled for."""
     assert facts is not None and facts.program is not None
-    return cost_of(facts.program.forward, facts.program.backward, 1).peak + held_bytes(facts.program.forward)
+    return cost_of(facts.program.forward, facts.program.backward, 1).peak + held_bytes(facts.program.forward.graph)
 
 
 def most(facts: Facts | None) -> int:

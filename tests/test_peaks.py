@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from benchmarks.live_bytes import peak_live_bytes
-from streamfx.cost.meter import Meter, Work
+from streamfx.cost.meter import Meter
+from streamfx.cost.work import Work
 from streamfx.torch_private import FakeTensorMode
 from tests.support.spread import only
 

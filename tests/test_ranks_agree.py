@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from streamfx.agreement import DIFFER, FAILED, SEVERAL, STAND
-from streamfx.errors import RanksDiffer
+from streamfx.errors import NotStreamed, OverBudget, RanksDiffer
+from streamfx.identity import numbers_of_weights
 from streamfx.torch_private.ranks import Changed, Missing
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
-from tests.support.sharded import whole
+from tests.support.sharded import Decoder, sharded, whole
 
 
 @pytest.fixture
@@ -38,10 +39,11 @@ class Others:
     """Ranks that say the same, or something else, in turn."""
 
     def __init__(self, *say: str | None) -> None:
-        self.say, self.heard = list(say), list[tuple[str, str, bool]]()
+        self.say, self.heard, self.subjects = list(say), list[tuple[str, str, bool]](), set[str]()
 
-    def __call__(self, text: str, group: str, waits: bool = True, about: str | None = None) -> list[str]:
+    def __call__(self, text: str, group: str, subject: str, waits: bool = True, about: str | None = None) -> list[str]:
         self.heard.append((text, group, waits))
+        self.subjects.add(subject)
         other = self.say.pop(0) if waits else None
         if other == "nothing":
             raise Missing("nothing from rank 1 within 600 seconds")
@@ -67,7 +69,7 @@ def test_ranks_that_differ_in_both_run_the_graph_as_it_stands(ranks: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("says", "words"), [(f"{FAILED}ValueError: no", "another rank could not analyse"), ("nothing", "nothing from rank 1")]
+    ("says", "words"), [(f"{FAILED}ValueError: no\nwait", "another rank does not run"), ("nothing", "nothing from rank 1")]
 )
 def test_ranks_that_say_nothing_else_are_an_error(ranks: None, says: str, words: str) -> None:
     with pytest.raises(RanksDiffer, match=words):
@@ -81,7 +83,24 @@ def test_a_rank_that_fails_says_so(ranks: None) -> None:
         pytest.raises(RanksDiffer, match="this rank could not"),
     ):
         facts_of(decoder(), data_of(0, 12), others)
-    assert others.heard == [(f"{FAILED}ValueError: no", everybody().group_name, False)]
+    ((text, *how),) = others.heard
+    assert text.startswith(f"{FAILED}ValueError: no\nplease report this") and how == [everybody().group_name, False]
+    heard = Others(None)
+    facts_of(decoder(), data_of(0, 13), heard)
+    assert heard.subjects == others.subjects  # whatever the length, and before anything is known of the graph
+
+
+@pytest.mark.parametrize(
+    ("options", "do"),
+    [({"memory_budget": "1KiB", "chunk_size": "auto"}, "raise the budget"), ({"strict": True}, "drop strict=True")],
+)
+def test_a_rank_whose_user_is_refused_something_says_what_to_do(ranks: None, options: dict[str, Any], do: str) -> None:
+    model, others = decoder(), Others(None, None)
+    model.layers[0].forward = lambda x: x + x.sort(1)[0]  # type: ignore[method-assign]
+    with pytest.raises((OverBudget, NotStreamed)):
+        facts_of(model, data_of(0, 12), others, **options)
+    text, _, waits = others.heard[-1]
+    assert text.startswith(FAILED) and do in text and "report" not in text and not waits
 
 
 def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
@@ -92,12 +111,17 @@ def test_ranks_of_several_groups_reduce_between_loops(ranks: None) -> None:
         h = all_reduce(F.scaled_dot_product_attention(x, x, x, is_causal=True), "sum", half)
         return all_reduce(h.exp(), "sum", everybody()).square().sum()
 
-    others, x = Others(None, None), torch.randn(1, 2, 12, 4, requires_grad=True)
+    others, x = Others(None, None, None, None), torch.randn(1, 2, 12, 4, requires_grad=True)
     facts = facts_of(function, [x], others)
     assert not any(reductions(facts)) and facts.reasons() == [SEVERAL]
-    assert [group for _, group, _ in others.heard] == [half.group_name, everybody().group_name]
+    assert [group for _, group, _ in others.heard] == 2 * [half.group_name, everybody().group_name]
     with pytest.raises(RanksDiffer, match="in the same order"):
         facts_of(function, [x], Others(None, "another order"))
+    handed_on = Others(None, None, f"{FAILED}ValueError: no\nwait")  # a rank of this group has another one that does not agree
+    with pytest.raises(RanksDiffer, match="ValueError: no"):
+        facts_of(function, [x], handed_on)
+    left = [(text, group) for text, group, waits in handed_on.heard if not waits]
+    assert left == [(f"{FAILED}ValueError: no\nwait", group) for group in (half.group_name, everybody().group_name)]
 
 
 def test_sums_alone_need_no_agreement(ranks: None) -> None:
@@ -155,9 +179,9 @@ def sums_of_a_sharded_weight() -> Callable[[Tensor], Tensor]:
 def test_what_ranks_say_of_weights_is_the_same_for_all_lengths(ranks: None) -> None:
     function, heard = sums_of_a_sharded_weight(), []
     for length in (12, 13):
-        others = Others(None, None)
+        others = Others(None, None, None, None)
         facts_of(function, [torch.randn(1, 2, length, 4)], others)
-        heard.append([text for text, *_ in others.heard])
+        heard.append([text for text, *_ in others.heard][:2])
     (rows, weights), (other_rows, other_weights) = heard
     assert rows != other_rows and weights == other_weights
     assert "all_gather" in weights and "reduce_scatter" in weights
@@ -178,3 +202,55 @@ def test_a_rank_keeps_to_an_order_that_was_agreed_on(ranks: None) -> None:
 
     with pytest.raises(RanksDiffer, match="began with all_gather of two weights"):
         facts_of(sums_of_a_sharded_weight(), [torch.randn(1, 2, 12, 4)], changed)
+
+
+# -- what is known already
+
+
+class Known:
+    """Notes under what a rank knows what was agreed on."""
+
+    def __init__(self) -> None:
+        self.about: list[str | None] = []
+
+    def __call__(self, text: str, group: str, about: str | None = None, **others: Any) -> list[str]:
+        self.about.append(about)
+        return [text]
+
+
+def known_of(model: Callable[..., Tensor], length: int, **options: Any) -> list[str | None]:
+    known = Known()
+    facts_of(model, data_of(0, length), known, **options)
+    assert known.about and all(known.about)
+    return known.about
+
+
+def gathered_decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return sharded(Decoder(2, width=32), DeviceMesh.from_group(everybody(), "cpu"))
+
+
+def test_a_model_is_known_at_all_lengths_and_in_all_chunks(ranks: None) -> None:
+    """So no rank waits for others that do not compile again."""
+    model = gathered_decoder()
+    first = known_of(model, 12)
+    assert known_of(model, 13) == known_of(model, 1) == first
+    assert known_of(model, 12, chunk_size=8, bodies="eager", loss_chunk_size=2) == first
+    assert known_of(model, 12, save="products") != first
+
+
+def test_two_models_are_never_one(ranks: None) -> None:
+    """What they send is the same, and so are the lines that send it: the order need not be."""
+    first, second = gathered_decoder(), gathered_decoder()
+    assert known_of(first, 12) != known_of(second, 12)
+    assert len(set(numbers_of_weights([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
+    assert numbers_of_weights(first.parameters()) == numbers_of_weights(first.parameters())
+
+
+def test_a_graph_of_sharded_weights_can_run_backward_twice_in_a_later_step(ranks: None) -> None:
+    torch._dynamo.reset()
+    function = torch.compile(gathered_decoder(), backend="streambp", options={"chunk_size": 4})
+    function(*data_of(0, 12)).backward()
+    loss = function(*data_of(0, 12))
+    loss.backward(retain_graph=True)
+    loss.backward()

@@ -38,13 +38,19 @@ def order_between_loops(facts: Facts, group: str) -> str:
     return "\n".join(numbers.get(node.meta.get(TRACED, "")) or _call(node, group) for half in halves for node in half)
 
 
-def values_between_loops(facts: Facts, group: str) -> str:
-    """Which values are sent over a group between loops, in whatever order, however many at once, and however often."""
-    halves = _between_loops(facts.program, group) if facts.program is not None else []
-    weights = [sorted(chain(*(_values_sent(node) for node in half if TRACED not in node.meta))) for half in halves]
-    numbers = _numbers(facts, group)
-    traced = [f"{numbers[node.name]} {source_line(node)}" for node in facts.joint.graph.nodes if node.name in numbers]
-    return "\n\n".join("\n".join(part) for part in (*weights, traced))
+def values_of_weights(facts: Facts, group: str) -> str:
+    """Which values of weights and gradients are sent over a group, in whatever order: the same for all lengths."""
+    found = facts.collectives
+    sides = ([], []) if found is None else ([item.stretch for item in found.gathers.values()], list(found.reductions.values()))
+    sent = [
+        sorted(chain(*(_values_sent(node) for stretch in side for node in _of_group(stretch.graph, group)))) for side in sides
+    ]
+    return "\n\n".join("\n".join(part) for part in sent)
+
+
+def traced_order(graph: fx.Graph, group: str) -> str:
+    """The collectives of a group in a traced graph, in order, and the lines of the user's code that ask for them."""
+    return "\n".join(f"{_name(node)} {source_line(node)}" for node in _of_group(graph, group))
 
 
 def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:

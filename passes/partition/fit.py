@@ -7,7 +7,7 @@ between boundaries run again. Each candidate is rewritten and its schedule is si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,12 +20,13 @@ from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_valu
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
-from streamfx.ir.joint import device_of, outputs_of
+from streamfx.ir.joint import JointGraph, device_of, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
+from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import gradient_bytes, tokens
 from streamfx.passes.partition.plan import Plan
@@ -50,7 +51,7 @@ class Fit:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward), device_of(facts.joint.graph)
+        now, held, device = Lengths.now(facts.joint.graph), held_bytes(facts.program.forward.graph), device_of(facts.joint.graph)
         size = bytes_of(budget, device, held, gradient_bytes(facts.joint.gradients))
         for lengths in now.with_headroom() if now else (now,):
             search = _Search(facts, self.options, self.rewrite, size, lengths)
@@ -62,14 +63,30 @@ class Fit:
         raise refused
 
 
-def held_bytes(forward: fx.GraphModule) -> int:
+def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
     """Bytes of parameters and inputs."""
-    return sum(bytes_like(node.meta["val"]) for node in forward.graph.find_nodes(op="placeholder") if "val" in node.meta)
+    given = (node for node in graph.find_nodes(op="placeholder") if node not in but_for)
+    return sum(bytes_like(node.meta["val"]) for node in given if "val" in node.meta)
 
 
 def kept_bytes(facts: Facts) -> int:
     """Bytes of what a plan keeps beside the outputs of stages."""
     return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
+
+
+def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
+    """Whether what the backward half reads of the forward half leaves room in the budget: halves that cannot fit are not made.
+
+    Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
+    what is kept is not known yet.
+    """
+    if any("recompute" in node.meta for node in joint.graph.nodes):
+        return True
+    held = held_bytes(joint.graph, joint.tangents)
+    left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
+    read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
+    kept = {node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function"}
+    return sum(bytes_like(node.meta.get("val")) for node in kept) <= left
 
 
 def fits_whole(
@@ -80,12 +97,8 @@ def fits_whole(
     They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
     outputs that the halves do not make.
     """
-    held, made = held_bytes(forward), outputs_of(backward.graph)
+    held, made = held_bytes(forward.graph), outputs_of(backward.graph)
     left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
-    results = outputs_of(forward.graph)
-    saved = {node for node in results[num_outputs:] if isinstance(node, fx.Node) and node.op != "placeholder"}
-    if sum(bytes_like(node.meta.get("val")) for node in saved) > left:
-        return False
     try:
         return cost_of(forward, backward, num_outputs).peak <= left
     except Exception as error:  # an operator that only a tracer can run
@@ -176,7 +189,7 @@ class _Search:
 
     @property
     def held(self) -> int:
-        return held_bytes(known(self.facts.program).forward)
+        return held_bytes(known(self.facts.program).forward.graph)
 
     @property
     def left(self) -> int:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from streamfx.cli.codes import NOT_SO, Answer
+from streamfx.cli.html import add_html_argument, written_as_html
 from streamfx.cli.models import add_model_arguments, model_and_inputs, options_of
 from streamfx.inspection.explain import explain
 
@@ -19,14 +20,17 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         description="Traces one training step on the meta device and reports what the backend makes of it.",
     )
     add_model_arguments(parser, seq=4096, dtype="bfloat16")
+    add_html_argument(parser)
     parser.add_argument("--strict", action="store_true", help=f"exit code {NOT_SO} if anything runs whole")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """The text to print, and the exit code."""
-    model, args, kwargs = model_and_inputs(arguments, "meta")
-    report = explain(model, *args, options=options_of(arguments), **kwargs)
+    with written_as_html(arguments) as made:
+        model, args, kwargs = model_and_inputs(arguments, "meta")
+        report = explain(model, *args, options=options_of(arguments), **kwargs)
+        made.append(report)
     summary = report.summary()
     runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
     text = json.dumps(summary, indent=2) if arguments.json else str(report)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from streamfx.budget import in_bytes
+from streamfx.cli.html import add_html_argument, written_as_html
 from streamfx.options import SAVE_LEVELS
 from streamfx.planner.collector import uncollected
 from streamfx.planner.devices import PUBLISHED
@@ -70,6 +71,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(PUBLISHED)}, or here"
     )
     parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
+    add_html_argument(parser)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 
@@ -77,8 +79,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
     searched = arguments.max_length or arguments.max_batch
-    with traces(MOST_TRACES if searched else 1) as noted, nullcontext() if searched else uncollected():
-        report = _plan(arguments, noted)
+    with written_as_html(arguments) as made, traces(MOST_TRACES if searched else 1) as noted:
+        with nullcontext() if searched else uncollected():
+            report = _plan(arguments, noted)
+        made.append(report)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
 
 

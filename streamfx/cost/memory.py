@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from streamfx.cost.between import makes_memory, terms_between
+from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.handed_over import HandedOver, run_in_stretches
 from streamfx.cost.layouts import largest_copied
 from streamfx.cost.meter import Meter, Rise
@@ -20,6 +21,7 @@ from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
 from streamfx.cost.terms import GRADIENTS, terms_of
 from streamfx.cost.wire import Traffic, added
+from streamfx.cost.work import Work
 from streamfx.ir.joint import graph_copy
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
@@ -29,13 +31,14 @@ from streamfx.torch_private.sizes import size_hint
 
 @dataclass(frozen=True)
 class LoopCost:
-    """FLOPs of all chunks of a loop, the rows that a chunk has, and what its chunks send to other ranks."""
+    """FLOPs of all chunks of a loop, the rows that a chunk has, how many there are, and what they send to other ranks."""
 
     flops: int
     rows: int
     moved: int = 0
     launches: int = 0
     sent: Traffic = field(default_factory=Traffic)
+    chunks: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Cost:
     half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
     backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
     calls in eager. launches: operators that are no views. product_bytes, total_bytes: see
-    `Work`. forward_wire, backward_wire: what each half sends to other ranks, by kind.
+    `Work`. forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes
+    come and go, where that is recorded.
     """
 
     forward_peak: int
@@ -69,6 +73,8 @@ class Cost:
     total_bytes: int = 0
     forward_wire: Mapping[str, Traffic] = field(default_factory=dict)
     backward_wire: Mapping[str, Traffic] = field(default_factory=dict)
+    forward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
+    backward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -90,12 +96,15 @@ def cost_of(
     num_outputs: int,
     loss: frozenset[str] = frozenset(),
     handed: HandedOver | None = None,
+    recorded: bool = False,
 ) -> Cost:
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
 
     `loss` are names of the values of the loss stage (see `loss_values`), `handed` is given where gradients are taken meanwhile.
+    Curves are there if they are to be `recorded`.
     """
     meter = Meter()
+    meter.recorder = Recorder() if recorded else None
     known: dict[Any, LoopRun] = {}
     forward = sampled(forward, meter, known, False, loss)
     backward = None if backward is None else sampled(backward, meter, known, True, loss)
@@ -107,6 +116,7 @@ def cost_of(
             results = list(OuterRunner(forward)(list(inputs)))
             forward_terms = meter.peak_terms
             forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
+            forward_curve = meter.recorded(Work())
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
             gradients = None
@@ -132,6 +142,8 @@ def cost_of(
                 total_bytes=meter.work.total_bytes,
                 forward_wire=forward_work.wire,
                 backward_wire=meter.work.minus(forward_work).wire,
+                forward_curve=forward_curve,
+                backward_curve=meter.recorded(forward_work) if backward is not None else Curve(),
             )
         del outputs, gradients, inputs, given
     return cost
@@ -144,11 +156,13 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
     counted by itself, too.
     """
     meter = Meter()
+    meter.recorder = Recorder()
     for layer in layers:
         layer.forward = meter.watched(layer.forward)
     with meter:
         outputs = call()
         forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
+        forward_curve = meter.recorded(Work())
         roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
         roots = [value for value in roots if value.dim() == 0][:1] or roots
         if roots:
@@ -167,6 +181,8 @@ def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> 
             launches=meter.work.launches,
             forward_wire=forward_work.wire,
             backward_wire=meter.work.minus(forward_work).wire,
+            forward_curve=forward_curve,
+            backward_curve=meter.recorded(forward_work) if roots else Curve(),
         )
 
 
@@ -243,4 +259,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
     work = loop.work
-    return LoopCost(work.flops, loop.rows, work.moved, work.launches, added(work.wire.values()))
+    return LoopCost(work.flops, loop.rows, work.moved, work.launches, added(work.wire.values()), loop.count)

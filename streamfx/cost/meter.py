@@ -6,21 +6,23 @@ freed by the very same code.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
-from streamfx.cost.wire import KINDS, Traffic, sent_by
+from streamfx.cost.wire import KINDS, sent_by
+from streamfx.cost.work import Work
 from streamfx.cost.workspaces import allocated, workspace_of
 from streamfx.runtime.cuda_products import ADD_PRODUCT
 from streamfx.runtime.offload import from_host, to_host
@@ -39,51 +41,13 @@ ASKS_DEVICE = torch.ops.prim.device.default
 ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT)
 
 
-class Work(NamedTuple):
-    """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
-
-    Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
-    ranks, the bytes, and those of them that leave the machine, by kind.
-    """
-
-    flops: int = 0
-    moved: int = 0
-    attention_flops: int = 0
-    launches: int = 0
-    product_bytes: int = 0
-    total_bytes: int = 0
-    gathers: int = 0
-    gathered: int = 0
-    gathered_far: int = 0
-    reductions: int = 0
-    reduced: int = 0
-    reduced_far: int = 0
-    exchanges: int = 0
-    exchanged: int = 0
-    exchanged_far: int = 0
-
-    @property
-    def wire(self) -> dict[str, Traffic]:
-        """By kind what was sent."""
-        gathers = Traffic(self.gathers, self.gathered, self.gathered_far)
-        reductions = Traffic(self.reductions, self.reduced, self.reduced_far)
-        exchanges = Traffic(self.exchanges, self.exchanged, self.exchanged_far)
-        return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
-
-    def plus(self, other: Work) -> Work:
-        return Work(*map(operator.add, self, other))
-
-    def minus(self, other: Work) -> Work:
-        return Work(*map(operator.sub, self, other))
-
-
 class Meter(TorchDispatchMode):
     """Counts what operators inside of it make, until it is freed; tensors from outside count nothing.
 
     `live` and `peak` are bytes of storages now and at most. `flops` are those of products and attention, `attention_flops` those
     of fused attention, and `masked_flops` those of them without a causal flag, of which a mask may hide some; `moved` are the
     bytes that operators without FLOPs read and write; all of these and more are in `work`. Bytes are counted under the name that
-    `term` has when they are made; `peak_terms` are those of the peak.
+    `term` has when they are made; `peak_terms` are those of the peak. A `recorder` is told whenever bytes come or go.
     """
 
     supports_higher_order_operators = True
@@ -96,6 +60,7 @@ class Meter(TorchDispatchMode):
         self.term = "other"
         self.live_terms: Counter[str] = Counter()
         self.peak_terms: dict[str, int] = {}
+        self.recorder: Recorder | None = None
         self._sizes: dict[int, tuple[int, str]] = {}
 
     @classmethod
@@ -122,9 +87,30 @@ class Meter(TorchDispatchMode):
 
     def reached(self, rise: Rise) -> None:
         """Bytes above those alive now that have been alive for a while."""
+        self._note(rise.terms)
+        self._note()
         if self.live + rise.peak > self.peak:
             self.peak = self.live + rise.peak
             self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
+
+    def recorded(self, begin: Work) -> Curve:
+        """What was told to the recorder since so much work was done; empty without one."""
+        return Curve() if self.recorder is None else self.recorder.take(begin, self.work)
+
+    @contextmanager
+    def recorded_apart(self) -> Iterator[Recorder | None]:
+        """What runs inside is told to a recorder of its own, if there is one at all."""
+        own = self.recorder
+        self.recorder = None if own is None else Recorder()
+        self._note()
+        try:
+            yield self.recorder
+        finally:
+            self.recorder = own
+
+    def _note(self, rise: Mapping[str, int] = MappingProxyType({})) -> None:
+        if self.recorder is not None:
+            self.recorder.note(self.work, self.live_terms, rise)
 
     @contextmanager
     def rising(self) -> Iterator[Rise]:
@@ -172,6 +158,7 @@ class Meter(TorchDispatchMode):
             self._sizes[key] = size, term
             self.live_terms[before] -= size
             self.live_terms[term] += size
+            self._note()
 
     def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose bytes are counted under a term."""
@@ -208,6 +195,7 @@ class Meter(TorchDispatchMode):
                 self.live += size
                 self.live_terms[term] += size
                 weakref.finalize(storage, self._note_freed, key)
+        self._note()
         if self.live > self.peak:
             self.peak, self.peak_terms = self.live, dict(self.live_terms)
 
@@ -215,6 +203,7 @@ class Meter(TorchDispatchMode):
         size, term = self._sizes.pop(key)
         self.live -= size
         self.live_terms[term] -= size
+        self._note()
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:

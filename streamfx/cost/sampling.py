@@ -7,16 +7,19 @@ them lie on a parabola, and the peak is at one of the ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
 
-from streamfx.cost.meter import Meter, Rise, Work
+from streamfx.cost.curve import Curve, Point, Stretch
+from streamfx.cost.meter import Meter, Rise
+from streamfx.cost.teeth import MOST_TEETH, Ran, curve_of_chunks
 from streamfx.cost.terms import LoopTerms
+from streamfx.cost.work import Work
 from streamfx.ir.program import Buffer, BufferPart, Kept, LoopSpec, Part, Placement, Selector, Shifted, Stacked
 from streamfx.ir.span import Span
 from streamfx.ir.structure import structure
@@ -28,10 +31,11 @@ Chunk = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoopRun:
-    """What a run of a loop has cost: how far memory rose, and the work of all chunks."""
+    """What a run of a loop has cost: how far memory rose, the work of all chunks, and its curve above where memory stood."""
 
     rise: Rise
     work: Work
+    curve: Curve = field(default_factory=Curve)
 
 
 class SampledLoop(Loop):
@@ -43,18 +47,20 @@ class SampledLoop(Loop):
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
-        self.work, self.rows = Work(), 0
+        self.work, self.rows, self.count = Work(), 0, 0
         self._stretches: list[range] = []
         self._costs: dict[int, Work] = {}
         self._upcoming: Iterator[int] = iter(())
         self._is_known = False
         self._upcoming_terms: Iterator[str] = iter(())
+        self._marks: list[tuple[int, int]] = []  # a chunk's position, and how many points were recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
         self.rows = self.rows_per_chunk(length, env)
+        every = Chunks(length, self.rows, self.spec.reverse)
+        self.count = len(every)
         if self._is_known:
             return []
-        every = Chunks(length, self.rows, self.spec.reverse)
         self._stretches = stretches(every, self._edges(env))
         picked = [position for stretch in self._stretches for position in sample_of(stretch)]
         self._upcoming = iter(picked)
@@ -65,30 +71,56 @@ class SampledLoop(Loop):
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
-        self._is_known, self._costs = key in self.known, {}
+        self._is_known, self._costs, self._marks = key in self.known, {}, []
         self._upcoming_terms = iter((*self.terms.buffers, *self._new_results()))
-        if self._is_known:
-            self.meter.reached(self.known[key].rise)
-            results = super().forward(*arguments)
-        else:
-            before = self.meter.work
-            with self.meter.rising() as rise:
+        before, alive = self.meter.work, dict(self.meter.live_terms)
+        with self.meter.recorded_apart() as recorder:
+            if self._is_known:
+                self.meter.reached(self.known[key].rise)
                 results = super().forward(*arguments)
-            self.meter.work = before
-            self.known[key] = LoopRun(rise, self._work_of_all())
-        work = self.known[key].work
-        self.meter.work, self.work = self.meter.work.plus(work), self.work.plus(work)
+            else:
+                with self.meter.rising() as rise:
+                    results = super().forward(*arguments)
+                curve = Curve() if recorder is None else self._curve_of_all(recorder.points, before, alive)
+                self.known[key] = LoopRun(rise, self._work_of_all(), curve)
+        known = self.known[key]
+        self.meter.work, self.work = before.plus(known.work), self.work.plus(known.work)
+        if self.meter.recorder is not None:
+            drawn = Stretch(self.spec.name, before, self.meter.work, self.count, min(self.count, MOST_TEETH))
+            self.meter.recorder.add(replace(known.curve.above(before, alive), loops=(drawn,)))
+            self.meter.recorder.note(self.meter.work, self.meter.live_terms)
         return results
 
+    def _curve_of_all(self, points: Sequence[Point], begin: Work, alive: Mapping[str, int]) -> Curve:
+        """Of what was recorded of few chunks, the curve of all, counted from where memory and work stood."""
+        below, back = {name: -size for name, size in alive.items()}, Work().minus(begin)
+        rising = [point.above(back, below) for point in points]
+        ends = [first for _, first in self._marks[1:]] + [len(rising)]
+        ran = [
+            Ran(position, self._costs[position], rising[first:stop])
+            for (position, first), stop in zip(self._marks, ends, strict=True)
+        ]
+        return curve_of_chunks(rising[: self._marks[0][1]], ran, self.count, self._work_of)
+
     def _work_of_all(self) -> Work:
-        kinds = ({position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields)))
-        return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in kinds))
+        return Work(*(sum(total(stretch, costs) for stretch in self._stretches) for costs in self._costs_by_kind()))
+
+    def _work_of(self, chunks: range) -> Work:
+        """The work of some chunks that follow one another."""
+        parts = [(stretch, range(max(stretch[0], chunks[0]), min(stretch[-1], chunks[-1]) + 1)) for stretch in self._stretches]
+        kinds = self._costs_by_kind()
+        return Work(*(sum(total_of(part, stretch, costs) for stretch, part in parts if part) for costs in kinds))
+
+    def _costs_by_kind(self) -> list[dict[int, int]]:
+        return [{position: cost[i] for position, cost in self._costs.items()} for i in range(len(Work._fields))]
 
     def _metered(self, *feeds: Any) -> Sequence[Any]:
-        before = self.meter.work
+        before, position = self.meter.work, next(self._upcoming)
+        if self.meter.recorder is not None:
+            self._marks.append((position, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
             made: Sequence[Any] = self.spec.body(*feeds)
-        self._costs[next(self._upcoming)] = self.meter.work.minus(before)
+        self._costs[position] = self.meter.work.minus(before)
         return made
 
     # -- terms
@@ -165,9 +197,14 @@ def sample_of(stretch: range) -> list[int]:
 
 def total(stretch: range, costs: dict[int, int]) -> int:
     """The sum over a stretch of the parabola through the sampled costs."""
+    return total_of(stretch, stretch, costs)
+
+
+def total_of(part: range, stretch: range, costs: dict[int, int]) -> int:
+    """The same over a part of the stretch."""
     points = [(position, costs[position]) for position in sample_of(stretch)]
     constant, slope, curve = _parabola(points)
-    first, count = stretch[0], len(stretch)
+    first, count = part[0], len(part)
     last = first + count - 1
     positions = count * (first + last) // 2
     squares = _squares_up_to(last) - _squares_up_to(first - 1)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.cost.flops import flops_of_call, flops_of_graph
-from streamfx.cost.meter import Meter, Work
+from streamfx.cost.meter import Meter
+from streamfx.cost.work import Work
 from streamfx.torch_private import SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.sizes import size_hint
 

@@ -24,6 +24,7 @@ CHUNK, LOSS = "chunk work", "loss chunk work"
 STATES = "states"
 EXCHANGED = "exchanged rows"
 ATTENTION = "whole attention"
+BETWEEN_GRAPHS = "kept between graphs"
 OTHER = "other"
 
 

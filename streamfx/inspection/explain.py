@@ -7,13 +7,18 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
+from streamfx.cost.curve import Curve
 from streamfx.cost.flops import attention_flops, is_fused_attention
 from streamfx.cost.handed_over import HandedOver
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
+from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
+from streamfx.inspection.curves import curve_of_call, curve_of_calls
+from streamfx.inspection.page import page_of
 from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.delivery import places_of
@@ -21,8 +26,18 @@ from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.passes.codegen.deliveries import deliveries
+from streamfx.report.bodies import bodies_of, bodies_with, python_of
+from streamfx.report.diagram import Diagram, diagram_of
+from streamfx.report.exports import Exports
+from streamfx.report.flow import flow_of
+from streamfx.report.page import Page
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
+from streamfx.report.timeline import Timeline, course_of
+from streamfx.report.verdict import CHECKPOINTING, EAGER
+
+OURS = "streamfx"
+CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.0f} us per operator"
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
@@ -34,7 +49,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     return Explanation(traced(model, args, kwargs, options))
 
 
-class Explanation:
+class Explanation(Exports):
     """What was found in one call; costs are predicted when they are first asked for.
 
     `updates` says that an optimizer in the backward pass takes gradients of parameters once they are complete, and frees them.
@@ -68,7 +83,6 @@ class Explanation:
         share of reductions of the backward half that begin before its last loop, `whole_weights_bytes` are alive at the peak.
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
-        gradients = [0 if self.updates else gradient_bytes(graph) for graph in self._called]
         # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
         return {
             "graphs": len(self.call.graphs),
@@ -78,7 +92,7 @@ class Explanation:
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
             "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
-            "peak_bytes": max(peak_of_calls(streamed, gradients), 0 if self.updates else baseline.gradients),
+            "peak_bytes": max(peak_of_calls(streamed, self._gradients), 0 if self.updates else baseline.gradients),
             "baseline_peak_bytes": baseline.peak,
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "saved_bytes": sum(cost.held for cost in streamed),
@@ -89,11 +103,71 @@ class Explanation:
             "options": self.call.options.as_dict(),
         }
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes alive over the step, by term, beside checkpointing's and eager's; its peak is `peak_bytes` of the summary."""
+        rates = rates_of(self._device)
+        courses = [
+            course_of(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
+            for way, (curve, flops) in self.curves().items()
+        ]
+        return Timeline(
+            tuple(courses), CLOCK.format(flops=rates.flops / 1e9, bandwidth=rates.bandwidth / 1e9, launch=rates.launch * 1e6)
+        )
+
+    def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
+        """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first."""
+        at_end = self.baseline.gradients if with_baseline and not self.updates else 0
+        found = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
+        if with_baseline and self.call.checkpointed is not None:
+            checkpointed = self.visible(self.call.checkpointed)
+            found[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
+        if with_baseline:
+            found[EAGER] = curve_of_call(self.baseline), self.baseline.flops
+        return found
+
+    @property
+    def page(self) -> Page:
+        """What the HTML report shows."""
+        return page_of(self.call.name, self.summary(), self.timeline)
+
+    @property
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+        return diagram_of(self.page.stages, [flow_of(graph.facts) for graph in self.call.graphs])
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The bodies of all loops by name: what is computed for each chunk."""
+        return bodies_of([graph.facts for graph in self.call.graphs])
+
+    def print_readable(self, module: str | None = None, print_output: bool = True) -> str:
+        """Print, and return, the bodies of the stages that hold a module (`"model.layers.1"`; all without one) as Python that
+        runs: a class for each loop, whose `forward` computes a chunk.
+
+        Raises `ReportError` where no such module streams, with names that are near.
+        """
+        facts = [graph.facts for graph in self.call.graphs]
+        text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
+        if print_output:
+            print(text)
+        return text
+
+    @property
+    def _device(self) -> torch.device:
+        sources = (source.meta.get("val") for graph in self.call.graphs for source in graph.facts.joint.sources)
+        return next((value.device for value in sources if isinstance(value, torch.Tensor)), torch.device("cpu"))
+
     # -- costs by graph, and by call
 
     @property
     def _called(self) -> list[TracedGraph]:
         return self.call.calls or self.call.graphs
+
+    @property
+    def _gradients(self) -> list[int]:
+        """Bytes of each call's gradients of parameters that stay until the step's end."""
+        return [0 if self.updates else gradient_bytes(graph) for graph in self._called]
 
     def _of_calls(self, costs: list[Cost]) -> list[Cost]:
         """The cost of each call, given that of each graph."""
@@ -132,17 +206,18 @@ class Explanation:
 
     def _baseline_of_graphs(self) -> Cost:
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
-        peak = peak_of_calls(costs, [gradient_bytes(graph) for graph in self._called])
+        gradients = [gradient_bytes(graph) for graph in self._called]
+        peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
         names = ("held", "flops", "masked_flops", "attention_flops")
         held, flops, masked, attention = (sum(getattr(cost, name) for cost in costs) for name in names)
-        return Cost(peak, peak, held, flops, masked, attention_flops=attention)
+        return Cost(peak, peak, held, flops, masked, attention_flops=attention, forward_curve=curve)
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
     program = graph.facts.program
     forward, backward = graph.halves if program is None else (program.forward, program.backward)
     handed = taken_by_optimizer(graph, backward) if updates and backward is not None else None
-    return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), handed)
+    return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), handed, recorded=True)
 
 
 def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> HandedOver | None:
@@ -165,7 +240,7 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
         return eager_cost_of_graph(graph.module)
     except Exception as error:
         log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
-        return cost_of(*graph.halves, graph.num_outputs)
+        return cost_of(*graph.halves, graph.num_outputs, recorded=True)
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:

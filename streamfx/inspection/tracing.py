@@ -85,6 +85,7 @@ class TracedCall:
 
     `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
     every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
+    `name` is that of what is called.
     """
 
     options: Options
@@ -94,6 +95,7 @@ class TracedCall:
     eager: Cost | None = None
     checkpointed: Cost | None = None
     stopped: str = ""
+    name: str = ""
 
 
 def traced(
@@ -107,7 +109,7 @@ def traced(
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
     faker = Faker(mode, device_of(tensors))
-    call = TracedCall(replace(resolved(options), strict=False))
+    call = TracedCall(replace(resolved(options), strict=False), name=_name_of(model))
     with accepting_real(mode), mode:
         _trace(call, model, args, kwargs, faker)
         if not baselines:
@@ -116,6 +118,11 @@ def traced(
         if layers_of(model):
             call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed=True)
     return call
+
+
+def _name_of(model: Callable[..., Any]) -> str:
+    """What people call it: a module by its class, a function by its name."""
+    return str(getattr(model, "__qualname__", type(model).__name__))
 
 
 def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
+from streamfx.cost.work import Work
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
 from streamfx.planner.host import bytes_on_host
 from streamfx.planner.models import loss_of
 from streamfx.planner.overlap import Stretch, stretches_of
 from streamfx.planner.shards import own_bytes
+from streamfx.report.flow import Handed, flow_of
+from streamfx.report.verdict import CHECKPOINTING, EAGER
 
+NO_MEASURE = "no measure"
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 
@@ -36,7 +41,9 @@ class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
 
     `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which the forward half of each layer runs
-    twice from its first operator to its last; None where there are no layers.
+    twice from its first operator to its last; None where there are no layers. `options` are those in force, `sequence` the rows
+    of each graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first,
+    and FLOPs.
     """
 
     length: int
@@ -58,6 +65,10 @@ class Prediction:
     wire: dict[str, Any] | None = None
     stretches: tuple[Stretch, ...] = ()
     host_bytes: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sequence: tuple[int | None, ...] = ()
+    flows: tuple[list[Handed], ...] = ()
+    curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def predict(
@@ -82,9 +93,9 @@ def predict(
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
     fittings = [one.fitting for one in facts if one.fitting is not None]
-    ways = {"no measure": explanation.baseline} if baselines else {}
+    ways = {NO_MEASURE: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
-        ways["gradient checkpointing"] = explanation.visible(explanation.call.checkpointed)
+        ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
@@ -105,7 +116,17 @@ def predict(
         wire=summary["wire"],
         stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
         host_bytes=sum(map(bytes_on_host, called)),
+        options=summary["options"],
+        sequence=tuple(summary["sequence"]),
+        flows=tuple(map(flow_of, facts)),
+        curves=_curves(explanation, baselines, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
     )
+
+
+def _curves(explanation: Explanation, baselines: bool, held: Mapping[str, int]) -> dict[str, tuple[Curve, int]]:
+    """What is alive along the step by each way, beside what is held all the time; and FLOPs."""
+    found = explanation.curves(with_baseline=baselines)
+    return {NO_MEASURE if way == EAGER else way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
 
 
 def held_by(model: nn.Module) -> int:

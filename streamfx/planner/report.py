@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
 from streamfx.cost.wire import Traffic, added
+from streamfx.cost.work import Work
 from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import NOTHING, Seconds, waited
+from streamfx.planner.page import page_of_plan
 from streamfx.planner.predict import Prediction, Way
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
+from streamfx.report.diagram import Diagram, diagram_of
+from streamfx.report.exports import Exports
 from streamfx.report.names import joint_name, unnumbered
-from streamfx.report.text import in_flops
+from streamfx.report.page import Page
+from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.timeline import Timeline, course_of
 
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
@@ -29,7 +36,7 @@ LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Exports):
     """What `streamfx.plan` found: prints as a page; `summary()` is a dictionary of plain values.
 
     `prediction` is for the length asked for, or for the longest one that fits.
@@ -77,8 +84,35 @@ class PlanReport:
             "ways": other,
             "choices": found.choices,
             "stages": found.stages,
+            "sequence": list(found.sequence),
+            "options": dict(found.options),
             "stopped": found.stopped,
         }
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes alive over the step, by term, beside those of other ways; its peak is `peak_bytes` of the summary."""
+
+        def seconds(work: Work) -> float:
+            return self.device.seconds(work.flops, work.moved, work.launches)
+
+        courses = (course_of(way, curve, seconds, flops) for way, (curve, flops) in self.prediction.curves.items())
+        waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
+        return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}{waiting}")
+
+    @property
+    def page(self) -> Page:
+        """What the HTML report shows."""
+        return page_of_plan(self.summary(), self.timeline, self._counted(), self._divided())
+
+    @property
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+        return diagram_of(self.page.stages, self.prediction.flows)
+
+    @property
+    def _assumed(self) -> str:
+        return ASSUMED if self.device.kind.type == "cuda" else ASSUMED_HERE
 
     def _host(self) -> dict[str, Any] | None:
         """What waits on the host between the halves; None where nothing does. Its times are None where no rate is known."""
@@ -159,7 +193,7 @@ class PlanReport:
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
         yield from self._shares(summary["flops_by_kind"])
-        yield f"  time     {ASSUMED if self.device.kind.type == 'cuda' else ASSUMED_HERE}"
+        yield f"  time     {self._assumed}"
         yield from self._sent(summary["wire"])
         yield ""
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
@@ -257,13 +291,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
             cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         yield ("  " + "   ".join(cells)).rstrip()
-
-
-def in_seconds(number: float) -> str:
-    """
-    >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
-    ('4.2 ms', '12.3 s', '12.0 min')
-    """
-    if number < 1:
-        return f"{1000 * number:.1f} ms"
-    return f"{number:.1f} s" if number < 180 else f"{number / 60:.1f} min"

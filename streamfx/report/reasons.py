@@ -9,9 +9,11 @@ from torch import fx
 
 from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like
+from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.log import log
+from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
@@ -37,13 +39,14 @@ NO_SEQUENCE = "compile a larger part of the model in one graph, so that its atte
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One operator that runs whole; `matters` unless it works on little."""
+    """One operator that runs whole; `matters` unless it works on little. All rows of its values at once take `bytes`."""
 
     operator: str
     found: str
     where: str
     do: str
     matters: bool
+    bytes: int = 0
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
@@ -59,9 +62,15 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
 
 
 def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
-    own = max((bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)), default=0)
-    matters = node.target in CONTRACTIONS or own * OF_SUBSTANCE >= widest
-    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters)
+    sizes = {value: bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
+    matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
+    along = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
+    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters, along)
+
+
+def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
+    shape = facts.axes.shapes.get(value)
+    return shape is None or bool(facts.axes.sequence_dims(shape))
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:
@@ -103,6 +112,16 @@ def why_no_stages(facts: Facts) -> str:
 def _unknown(node: fx.Node) -> str:
     line = source_line(node)
     return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
+
+
+def check_strict(facts: Facts, options: Options) -> None:
+    """Raise an error where `strict=True` asks that everything streams, and something of a graph does not."""
+    if options.strict and (reasons := facts.reasons()):
+        raise NotStreamed(
+            "strict=True asks that every stage streams",
+            found="; ".join(reasons),
+            do="change the code named above, or drop strict=True: the result is exact either way",
+        )
 
 
 def tell_of_whole_graph(facts: Facts) -> None:

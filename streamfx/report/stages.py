@@ -9,10 +9,12 @@ from typing import Any
 from torch import fx
 
 from streamfx.cost.flops import flops_of_graph, is_fused_attention
-from streamfx.cost.memory import LoopCost, bytes_like
+from streamfx.cost.memory import LoopCost
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
+from streamfx.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.runtime.loop import Loop
@@ -23,7 +25,8 @@ from streamfx.torch_private.lines import source_line
 class StageReport:
     """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
 
-    `wire` is what it sends to other ranks, by half and kind, None where nothing is sent.
+    `wire` is what it sends to other ranks, by half and kind, None where nothing is sent. `spans` are the bounds of the keys that
+    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made of.
     """
 
     graph: int
@@ -37,6 +40,10 @@ class StageReport:
     source: tuple[str, ...]
     also_whole: tuple[str, ...] = ()
     wire: dict[str, dict[str, dict[str, int]]] | None = None
+    spans: tuple[list[int | None] | None, ...] = ()
+    runs: tuple[LoopReport, ...] = ()
+    saved: tuple[SavedReport, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -84,23 +91,28 @@ class _View:
         self.sent = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
 
     def report(self, stage: Stage) -> StageReport | None:
-        loops = loops_of(stage, self.facts)
+        loops, saved = loops_of(stage, self.facts), saved_reports(stage, self.facts)
         whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
         if not loops and not whole:
             return None
         costs = [self.costs[loop.spec.name] for loop in loops]
+        attention = attention_kinds(stage, self.facts)
         return StageReport(
             graph=self.graph,
             name=stage.name,
             reasons=_texts(item for item in whole if item.matters),
-            attention=tuple(attention_kinds(stage, self.facts)),
+            attention=tuple(kind for kind, _ in attention),
             chunk_size=max((cost.rows for cost in costs), default=0),
             loops=len(loops),
-            saved_bytes=saved_bytes(stage, self.facts),
+            saved_bytes=sum(value.bytes for value in saved),
             flops=sum(cost.flops for cost in costs),
             source=source_lines(stage.forward),
             also_whole=_texts(item for item in whole if not item.matters),
             wire=self._wire(loops),
+            spans=tuple(bounds_of(span) for _, span in attention),
+            runs=loop_reports(loops, known(self.facts.program), self.costs),
+            saved=saved,
+            obstacles=tuple(whole),
         )
 
     def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
@@ -118,15 +130,15 @@ def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
     return [loop for loop in known(facts.program).loops if loop.spec.labels and loop.spec.labels[0] in names]
 
 
-def attention_kinds(stage: Stage, facts: Facts) -> list[str]:
-    """For each attention of the forward half, which keys a row sees; "whole" where it does not stream."""
+def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
+    """For each attention of the forward half, which keys a row sees, and their span; "whole" where it does not stream."""
     spans, verdicts = facts.causality.spans, facts.causality.verdicts
-    kinds: dict[Any, str] = {}
+    kinds: dict[Any, tuple[str, Span | None]] = {}
     for node in stage.forward:
         if node in verdicts:
-            kinds.setdefault(id(spans[node]), verdicts[node])
+            kinds.setdefault(id(spans[node]), (verdicts[node], spans[node]))
         elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
-            kinds[node] = "whole"
+            kinds[node] = "whole", None
     return list(kinds.values())
 
 
@@ -136,12 +148,6 @@ def _is_pair(node: fx.Node, facts: Facts) -> bool:
     if signature is None or not signature.whole or not is_tensor(node):
         return False
     return len(facts.axes.sequence_dims(facts.axes.shapes[node])) == 2
-
-
-def saved_bytes(stage: Stage, facts: Facts) -> int:
-    """Bytes of what a stage makes in the forward half and keeps for the backward half."""
-    own = {id(node.meta["val"]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    return sum(bytes_like(node.meta["val"]) for node in known(facts.program).saved if id(node.meta.get("val")) in own)
 
 
 def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -119,3 +119,13 @@ def in_flops(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}FLOP"
     return f"{number} FLOP"
+
+
+def in_seconds(number: float) -> str:
+    """
+    >>> in_seconds(0.0042), in_seconds(12.3), in_seconds(720)
+    ('4.2 ms', '12.3 s', '12.0 min')
+    """
+    if number < 1:
+        return f"{1000 * number:.1f} ms" if number >= 0.001 or not number else f"{1e6 * number:.0f} us"
+    return f"{number:.1f} s" if number < 180 else f"{number / 60:.1f} min"

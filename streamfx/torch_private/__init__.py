@@ -110,9 +110,9 @@ def keep_saved_tensors() -> None:
     Call it from a forward compiler, which runs after partitioning.
     """
     context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is not None:
-        metadata.bw_donated_idxs = []
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated is not None:
+        donated.clear()  # with sharded parameters there are two such metadata, which share this list
 
 
 def static_inputs() -> list[int]:

@@ -9,7 +9,7 @@ fault that no test saw adds the test, and the mended line as a row.
 
 from __future__ import annotations
 
-from tests.mutations import chunks, equations, kept, linear, memory, ranks, values, wire
+from tests.mutations import chunks, equations, kept, linear, memory, ranks, reports, values, wire
 from tests.mutations.row import Mutation
 
 # Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
@@ -43,6 +43,16 @@ KINDS = {
     "stages": "gradients that are handed over while they, or their parameters, are still read",
     "again": "what runs whole and is made again: by what does not give the same, or not alike on all ranks",
     "wire": "what is counted of collectives",
+    "reports": "what is drawn of predictions, and how names stand in it",
 }
 OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
-ROWS: tuple[Mutation, ...] = (*values.ROWS, *kept.ROWS, *memory.ROWS, *linear.ROWS, *equations.ROWS, *chunks.ROWS, *OVER_RANKS)
+ROWS: tuple[Mutation, ...] = (
+    *values.ROWS,
+    *kept.ROWS,
+    *memory.ROWS,
+    *linear.ROWS,
+    *equations.ROWS,
+    *chunks.ROWS,
+    *OVER_RANKS,
+    *reports.ROWS,
+)

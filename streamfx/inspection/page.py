@@ -1,0 +1,74 @@
+"""What an explanation's report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
+from streamfx.report.text import headline, in_flops
+from streamfx.report.timeline import Timeline
+from streamfx.report.verdict import Taken, gains, verdict
+
+WHAT = "Activations and gradients, beside parameters and inputs."
+
+
+def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
+    """The page of a summary."""
+    ours, *others = (Taken(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
+    stages = summary["stages"]
+    return Page(
+        title=title,
+        subtitle=headline(summary).removeprefix("streamfx: "),
+        verdict=sentence(verdict(ours, others, why_nothing_streams(stages))),
+        gains=gains(ours, others) if others else None,
+        figures=tuple(_figures(summary, ours, others)),
+        timeline=timeline,
+        stages=grouped(stages, summary["flops"], summary["sequence"]),
+        whole=run_whole(stages, matters=True),
+        small=run_whole(stages, matters=False),
+        tables=tuple(_tables(summary, timeline)),
+        options=summary["options"],
+        notes=tuple(_notes(summary)),
+    )
+
+
+def why_nothing_streams(stages: list[Mapping[str, Any]]) -> str | None:
+    """The first reason, where no stage has a loop."""
+    if any(stage["loops"] for stage in stages):
+        return None
+    return next((reason for stage in stages for reason in stage["reasons"]), None)
+
+
+def sentence(text: str) -> str:
+    """A verdict as a sentence of its own."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken]) -> Iterator[Figure]:
+    yield Figure("Peak", in_bytes(ours.peak_bytes), WHAT)
+    for other in others:
+        yield peak_beside(other, ours)
+    share = 100 * summary["streamed_flops_share"]
+    yield Figure("Compute", in_flops(summary["flops"]), f"{share:.1f} % of it in loops over chunks")
+    lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(summary["sequence"]) if length is not None)
+    if lengths:
+        yield Figure("Rows of the sequence", lengths)
+
+
+def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    if timeline.others:
+        yield ways_table(timeline)
+    if summary["wire"] is not None:
+        yield wire_table_of(summary["wire"])
+
+
+def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for item in summary["break_reasons"]:
+        given_up = (
+            "The rest of this function is not traced: it runs in eager, and is not in this report." if item["given_up"] else ""
+        )
+        yield f"Graph break: {item['reason']}", "\n".join(filter(None, (item["where"], given_up, item["do"])))
+    if summary["stopped"]:
+        yield "The call could not be followed to its end", f"What comes later is not shown: {summary['stopped']}"

@@ -1,0 +1,70 @@
+"""What a plan's report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.inspection.page import sentence, why_nothing_streams
+from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
+from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.timeline import Timeline
+from streamfx.report.verdict import Taken, gains, verdict
+
+
+def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
+    """The page of a plan's summary; `counted` says what its bytes are of, `divided` among which devices the step is."""
+    ours, *others = (Taken(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
+    memory = "" if summary["memory"] is None else f", {in_bytes(summary['memory'])} of memory"
+    return Page(
+        title=summary["model"],
+        subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
+        verdict=sentence(_found(summary) or verdict(ours, others, why_nothing_streams(summary["stages"]))),
+        gains=gains(ours, others) if others else None,
+        figures=tuple(_figures(summary, ours, others, counted)),
+        timeline=timeline,
+        stages=grouped(summary["stages"], summary["flops"], summary["sequence"]),
+        whole=run_whole(summary["stages"], matters=True),
+        small=run_whole(summary["stages"], matters=False),
+        tables=tuple(_tables(summary, timeline)),
+        options=summary["options"],
+        notes=(("The call could not be followed to its end", summary["stopped"]),) if summary["stopped"] else (),
+    )
+
+
+def _found(summary: Mapping[str, Any]) -> str:
+    """What a search has found, where one was asked for."""
+    if summary["max_length"] is not None:
+        return f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
+    if summary["max_batch"] is not None:
+        return f"a batch of {summary['max_batch']:,} fits into {in_bytes(summary['memory'])}"
+    return ""
+
+
+def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], counted: str) -> Iterator[Figure]:
+    fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
+    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{counted[:1].upper()}{counted[1:]}.{fits}")
+    for other in others:
+        yield peak_beside(other, ours)
+    yield Figure("Compute", in_flops(summary["flops"]))
+    yield Figure("Time of a step", in_seconds(summary["seconds"]), f"predicted for {summary['device']}")
+
+
+def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
+    if timeline.others:
+        yield ways_table(timeline)
+    if summary["wire"] is not None:
+        yield wire_table_of(summary["wire"])
+    if summary["host"] is not None:
+        host = summary["host"]
+        rows = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
+        yield Table("What waits on the host for the backward half", ("", "bytes"), rows)
+    if summary["choices"]:
+        rows_ = tuple(_choice(item) for item in summary["choices"])
+        yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), rows_, "The first that fits the budget is taken.")
+
+
+def _choice(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    work = item["chunk_work_bytes"]
+    return item["choice"], "as asked" if work is None else in_bytes(work), in_bytes(item["peak_bytes"])

@@ -1,0 +1,51 @@
+"""Reports as files and as text for other tools: what `explain` and `plan` have found can all be written so."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from pathlib import Path
+
+from streamfx.report.diagram import Diagram, as_dot, as_mermaid
+from streamfx.report.html import html_of
+from streamfx.report.page import Page
+from streamfx.report.paths import written
+from streamfx.report.perfetto import trace_of
+
+
+class Exports:
+    """Ways to look at a prediction, given its page, its timeline and the diagram of its loops."""
+
+    @property
+    @abstractmethod
+    def page(self) -> Page:
+        """What an HTML report shows."""
+
+    @property
+    @abstractmethod
+    def diagram(self) -> Diagram:
+        """Stages, their loops, and what these hand to each other."""
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report to look at in a browser: one file, which loads nothing. Returns its path.
+
+        Raises `ReportError` where the file cannot be written.
+        """
+        return written(path, html_of(self.page))
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
+        """Write a predicted trace that ui.perfetto.dev and chrome://tracing open: bytes by term as counters, stages and loops as
+        tracks, over predicted seconds. Returns its path.
+
+        Raises `ReportError` where the file cannot be written.
+        """
+        page = self.page
+        return written(path, trace_of(page.timeline, page.stages))
+
+    def to_mermaid(self) -> str:
+        """Stages and loops as a Mermaid flowchart, which GitHub and many editors draw; stages that are alike are one."""
+        return as_mermaid(self.diagram)
+
+    def to_dot(self) -> str:
+        """The same for Graphviz."""
+        return as_dot(self.diagram)

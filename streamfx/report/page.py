@@ -1,0 +1,189 @@
+"""What a report shows, whatever it is of: put together of plain figures, drawn by the templates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from streamfx.budget import in_bytes
+from streamfx.options import Options
+from streamfx.report.names import joint_name, unnumbered
+from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.timeline import Timeline
+from streamfx.report.verdict import Taken, ratio, times
+
+Stage = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a page begins with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A plain table; the first column is to the left, the others to the right."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys an attention sees: a name, and bounds as `details.bounds_of` gives them."""
+
+    kind: str
+    bounds: Sequence[int | None] | None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages that are alike, as one line; what it unfolds to is of the first of them."""
+
+    name: str
+    count: int
+    stage: Stage
+    saved: str
+    share: str
+    sequence: int | None
+    every: Sequence[Stage] = ()
+
+    @property
+    def loops_of_stages(self) -> list[tuple[str, str]]:
+        """Each loop of these stages, and the stage that it is of."""
+        return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The attentions, of which all but one that are alike are left out."""
+        pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
+        return list({(kind, str(bounds)): Span(kind, bounds) for kind, bounds in pairs}.values())
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Operators of a line of code that run whole: how often, in which stages, why, bytes of all rows, what would help."""
+
+    operators: tuple[str, ...]
+    where: str
+    found: tuple[str, ...]
+    do: str
+    count: int
+    stages: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report: what it is of, the verdict, and everything below it."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    gains: bool | None
+    figures: tuple[Figure, ...]
+    timeline: Timeline
+    stages: tuple[Stages, ...]
+    whole: tuple[Whole, ...]
+    small: tuple[Whole, ...]
+    tables: tuple[Table, ...]
+    options: Mapping[str, Any]
+    notes: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Options that are not what they are by default."""
+        usual = Options().as_dict()
+        return frozenset(name for name, value in self.options.items() if usual.get(name) != value)
+
+
+def peak_beside(other: Taken, ours: Taken) -> Figure:
+    """What another way takes, and how many times as much as ours."""
+    name = f"{other.way[:1].upper()}{other.way[1:]}"
+    return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} as much")
+
+
+def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[Stages, ...]:
+    """Runs of stages that differ in a number of their names."""
+    return tuple(_group(list(run), flops, sequences) for _, run in groupby(stages, key=_alike))
+
+
+def _alike(stage: Stage) -> tuple[Any, ...]:
+    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
+    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+
+
+def _group(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> Stages:
+    stage, name = run[0], joint_name([stage["name"] for stage in run])
+    share = f"{100 * sum(one['flops'] for one in run) / flops:.1f} %" if flops else "-"
+    saved = in_bytes(stage["saved_bytes"])
+    sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
+    return Stages(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
+
+
+def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[Whole, ...]:
+    """What runs whole, by line of code: the most bytes first."""
+    found: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
+    for stage in stages:
+        for item in _obstacles(stage):
+            if item["matters"] == matters:
+                found.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
+    return tuple(sorted((_whole(*key, items) for key, items in found.items()), key=lambda row: -row.bytes))
+
+
+def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> Whole:
+    operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
+    found = tuple(dict.fromkeys(item["found"] for _, item in items))
+    size = sum(item["bytes"] for _, item in items)
+    return Whole(operators, where, found, do, len(items), _names(list(dict.fromkeys(name for name, _ in items))), size)
+
+
+def _obstacles(stage: Stage) -> Sequence[Stage]:
+    """What runs whole of a stage; of a graph that has no stages at all, why that is so."""
+    if stage["obstacles"]:
+        return list(stage["obstacles"])
+    empty = {"operator": "", "where": "", "do": "", "matters": True, "bytes": 0}
+    return [{**empty, "found": reason} for reason in stage["reasons"]]
+
+
+def _names(names: Sequence[str]) -> str:
+    """Stages by name, those that differ in a number together."""
+    counts = Counter(unnumbered(name) for name in names)
+    first = {unnumbered(name): name for name in reversed(names)}
+    return ", ".join(first[kind] if count == 1 else f"{first[kind]} and {count - 1} like it" for kind, count in counts.items())
+
+
+def ways_table(timeline: Timeline) -> Table:
+    """Peaks, compute and time of each way of running the step."""
+    rows = [
+        (course.way, in_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end)) for course in timeline.courses
+    ]
+    return Table("Ways to run this step", ("", "peak", "compute", "predicted time"), tuple(rows), f"Time: {timeline.clock}.")
+
+
+def wire_table_of(wire: Mapping[str, Any]) -> Table:
+    """What each rank sends to others in a step, by half and kind."""
+    rows = []
+    for half in ("forward", "backward"):
+        for kind, traffic in wire[half].items():
+            if traffic["calls"]:
+                rows.append((f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", in_bytes(traffic["bytes"])))
+    eager = wire.get("eager")
+    if eager is not None:
+        checkpointed = ", layers checkpointed" if eager["checkpointed"] else ""
+        rows.append((f"for comparison, all of eager{checkpointed}", "", in_bytes(eager["bytes"])))
+    notes = [f"{in_bytes(wire['bytes'])} sent by each rank in a step."]
+    if wire.get("early_reductions") is not None:
+        notes.append(f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop.")
+    if wire.get("whole_weights_bytes"):
+        notes.append(f"{in_bytes(wire['whole_weights_bytes'])} of whole weights are alive at the peak.")
+    return Table("What ranks exchange", ("", "calls", "bytes"), tuple(rows), " ".join(notes))

@@ -1,0 +1,31 @@
+"""Where a report is written to: looked at before anything slow begins, so nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamfx.errors import ReportError
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if a file can be written there."""
+    found, asked = Path(path), f"a report is to be written to {os.fspath(path)!r}"
+    if found.is_dir():
+        raise ReportError(asked, found="a folder", do="give the path of a file in it")
+    if not found.absolute().parent.is_dir():
+        raise ReportError(asked, found=f"no folder {str(found.parent)!r}", do="make it, or give another path")
+    if not os.access(found if found.exists() else found.absolute().parent, os.W_OK):
+        raise ReportError(asked, found="a place that must not be written to", do="give another path")
+    return found
+
+
+def written(path: str | os.PathLike[str], text: str) -> Path:
+    """The path, at which the text is now."""
+    found = checked_path(path)
+    try:
+        found.write_text(text, encoding="utf-8")
+    except OSError as error:
+        asked = f"a report is to be written to {os.fspath(path)!r}"
+        raise ReportError(asked, found=str(error), do="give another path") from None
+    return found

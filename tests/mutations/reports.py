@@ -1,0 +1,64 @@
+"""What reports draw: a peak that is lost on the way, and names that are read as markup."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+ROWS = (
+    Mutation(
+        "reports",
+        "of neighbours the highest is dropped",
+        "streamfx/cost/curve.py",
+        "for pick in (max, min))",
+        "for pick in (min,))",
+        ("test_timeline.py::test_shortened_curves_keep_what_stands_out",),
+    ),
+    Mutation(
+        "reports",
+        "what a graph keeps for its backward half is not there while others run",
+        "streamfx/inspection/curves.py",
+        "        held += cost.held\n",
+        "        held += 0\n",
+        ("test_timeline.py::test_checkpointing_and_graph_breaks",),
+    ),
+    Mutation(
+        "reports",
+        "a loop that equals another is not drawn",
+        "streamfx/cost/sampling.py",
+        "self.meter.recorder.add(replace(known.curve.above(before, alive), loops=(drawn,)))",
+        "self.meter.recorder.add(replace(known.curve.above(before, alive), loops=(drawn,), points=()))",
+        ("test_timeline.py::test_equal_layers_are_drawn_though_one_of_them_ran",),
+    ),
+    Mutation(
+        "reports",
+        "a group of chunks takes the time of one",
+        "streamfx/cost/sampling.py",
+        "if part) for costs in kinds)",
+        "if part) // len(chunks) for costs in kinds)",
+        ("test_timeline.py::test_chunks_show_as_teeth",),
+    ),
+    Mutation(
+        "reports",
+        "names are markup",
+        "streamfx/report/html.py",
+        "autoescape=True",
+        "autoescape=False",
+        ("test_html.py::test_names_do_no_harm",),
+    ),
+    Mutation(
+        "reports",
+        "a quote ends a label",
+        "streamfx/report/diagram.py",
+        """.replace('"', '\\\\"')""",
+        "",
+        ("test_diagrams.py::test_labels_are_escaped",),
+    ),
+    Mutation(
+        "reports",
+        "a body's own constants are not handed to its class",
+        "streamfx/report/bodies.py",
+        'node.op in ("get_attr", "call_module")',
+        'node.op == "get_attr"',
+        ("test_bodies_as_python.py::test_printed_bodies_compute_what_loops_do",),
+    ),
+)
