@@ -26,12 +26,14 @@ BLOCK = re.compile(r"(<!-- figures: ([\w -]+) -->\n)(.*?)(\n<!-- end -->)", re.D
 GIB = 1 << 30
 KEPT = ("length", "batch", "max_length", "peak_bytes", "seconds", "launches", "bytes_of_products", "bytes_of_totals")
 
-WIRE = ("bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
+WIRE = ("bytes", "far_bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
+HOST = ("bytes_of_all", "copied_bytes", "bytes_per_second", "seconds", "waited_seconds")
 
 Figures = dict[str, dict[str, Any]]
 
 LONGEST = "--memory 80GiB --max-length --no-baselines"
 QUANTIZED = "--quantize nf4 --lora-rank 32 --max-length --no-baselines"
+CONTEXT = f"--optimizer adamw --shard zero3 --offload {LONGEST}"
 COMMANDS = {
     "Qwen3-8B, all": f"Qwen3-8B {LONGEST}",
     "Llama-3.1-8B, nf4": f"Llama-3.1-8B {QUANTIZED} --memory 80GiB",
@@ -42,6 +44,10 @@ COMMANDS = {
     "Qwen3-8B, adapters": f"Qwen3-8B --lora-rank 16 --keep-every 1 {LONGEST}",
     "Qwen3-8B, DPO": f"Qwen3-8B --objective dpo --lora-rank 16 --keep-every 1 {LONGEST}",
     "Qwen3-8B, zero3 on 8": "Qwen3-8B --seq 131072 --optimizer adamw --world 8 --shard zero3 --no-baselines",
+    "Qwen3-8B, a sequence on 8": f"Qwen3-8B --world 8 --context 8 {CONTEXT}",
+    "Qwen3-8B, a sequence on 32": f"Qwen3-8B --world 32 --context 32 {CONTEXT}",
+    "Llama-3.1-8B, a sequence on 8": f"Llama-3.1-8B --world 8 --context 8 {CONTEXT}",
+    "Llama-3.1-8B, a sequence on 32": f"Llama-3.1-8B --world 32 --context 32 {CONTEXT}",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
@@ -76,6 +82,8 @@ def made(command: str, commit: str) -> dict[str, Any]:
     if found["wire"] is not None:
         figures["peak_by_term"] = found["peak_by_term"]
         figures["wire"] = {name: found["wire"][name] for name in WIRE}
+    if found["host"] is not None:
+        figures["host"] = {name: found["host"][name] for name in HOST}
     if (checkpointing := found["ways"].get("gradient checkpointing")) is not None:
         figures["checkpointing"] = {name: checkpointing[name] for name in ("peak_bytes", "launches", "seconds")}
     return {**figures, "command": f"streamfx plan {command}", "commit": commit}
@@ -169,6 +177,46 @@ def divided(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+ALST = {  # Bekman et al., 2025 (arXiv 2506.13996): Llama-3.1-8B in full on 8 and on 32 devices of 80 GiB
+    "Llama-3.1-8B, a sequence on 8": "3.7M",
+    "Llama-3.1-8B, a sequence on 32": "15M",
+}
+
+
+def in_context(figures: Figures) -> str:
+    """Plans for a sequence that many devices divide: what each holds at the peak, what waits on hosts, what takes time."""
+    names = [name for name in COMMANDS if "a sequence on" in name]
+    found = [figures[name] for name in names]
+    terms = sorted(
+        {term for one in found for term in one["peak_by_term"]}, key=lambda term: -found[0]["peak_by_term"].get(term, 0)
+    )
+    rows = {
+        "tokens of the sequence": [f"{one['length']:,}" for one in found],
+        "ALST reports": [ALST.get(name, "") for name in names],
+        "peak of a device": [_gib(one["peak_bytes"]) for one in found],
+        **{term: [_gib(one["peak_by_term"].get(term, 0)) for one in found] for term in terms},
+        "waits on the host of 8": [_gib(one["host"]["bytes_of_all"]) for one in found],
+        "sent in a step": [_gib(one["wire"]["bytes"]) for one in found],
+        "of it between machines": [_gib(one["wire"]["far_bytes"]) for one in found],
+        "time on the wire, of it waited for": [_times(one["wire"]) for one in found],
+        "time of copies, of it waited for": [_times(one["host"]) for one in found],
+        "time of a step": [f"{one['seconds'] / 3600:.1f} h" for one in found],
+    }
+    lines = [
+        "| on each device | " + " | ".join(name.replace(", a sequence", "") for name in names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())])
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
+
+
+def _times(found: dict[str, Any]) -> str:
+    return f"{found['seconds']:.1f} s, {found['waited_seconds']:.1f} s"
+
+
 def in_short(figures: Figures) -> str:
     names = ("Qwen3-8B, all", "Llama-3.1-8B, nf4", "Llama-3.1-8B, nf4, 24 GiB", "GPT-OSS-20B, nf4")
     whole, quantized, small, experts = (f"{figures[name]['length']:,}" for name in names)
@@ -183,6 +231,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "in short": in_short,
     "chunks": chunks,
     "divided": divided,
+    "in context": in_context,
 }
 
 

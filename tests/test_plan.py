@@ -110,6 +110,23 @@ def test_the_text_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(text.splitlines()) < 40
 
 
+def test_memory_that_is_written_over_counts_as_what_it_holds() -> None:
+    """At the peak, in the last layer: what entered the head has become the gradient that the head has left."""
+    layers, seq = 4, 8192
+    options = {"save": "inputs", "chunk_size": 64, "loss_chunk_size": 64, "keep_every": 1}
+    terms = streamfx.plan(
+        {**TINY, "num_hidden_layers": layers}, seq=seq, baselines=False, options=options
+    ).prediction.peak_by_term
+    assert terms["stage inputs"] == (layers - 1) * seq * 64 * 2  # the first begins with ids
+
+
+def test_chunks_of_layers_and_of_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--seq", "256", "--no-baselines", "--json", "--chunk-size", "64", "--loss-chunk-size", "32"]
+    assert main(["plan", str(folder), *given]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["chunk_size"] for stage in stages] == [64, 64, 32]
+
+
 @pytest.mark.long
 def test_adapters_leave_most_gradients_out() -> None:
     model = built(TINY, lora_rank=4)
@@ -190,6 +207,18 @@ def test_a_guess_that_is_off_is_made_good() -> None:
     best = largest(predict, Limits(401_000), {}, Guess(65_536, 1000), LENGTH, 9)
     assert best is not None and 0.99 * 400_000 / 3 < best[0] <= 400_000 / 3
     assert len(traced) == 2
+
+
+def test_a_search_ends_where_no_more_is_to_be_had() -> None:
+    """Not in the middle between what fits, just so, and what did not."""
+    traced = []
+
+    def predict(length: int, options: Any) -> Prediction:
+        traced.append(length)
+        return prediction(length, 1000 + 3 * length + (length > 180_000) * 50_000)
+
+    best = largest(predict, Limits(400_000), {}, Guess(190_000, 1000), LENGTH, 9)
+    assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(traced) <= 3
 
 
 def test_what_waits_on_the_host_is_limited() -> None:

@@ -43,6 +43,20 @@ def test_each_rank_exchanges_its_rows_for_heads(context: int) -> None:
     assert found["peak_by_term"]["inputs"] == 3 * 8 * SEQ // context
 
 
+def test_what_lies_between_loops_has_terms_of_its_own() -> None:
+    """At the peak of a long sequence, in the gradient of attention: it, its result, and what ranks have swapped."""
+    seq, ranks, tables = 1 << 17, 8, 2
+    options = {"save": "inputs", "chunk_size": 64, "loss_chunk_size": 64, "offload": "inputs", "keep_every": 1}
+    found = plan_of(world=ranks, context=ranks, seq=seq, options=options)
+    rows = seq // ranks * 8 * 8 * BYTES  # of all heads: queries, and as many bytes of keys and of values, which are repeated
+    terms = found["peak_by_term"]
+    assert terms["exchanged rows"] == 4 * rows  # queries, keys, values, the gradient of the result
+    assert terms["whole attention"] == 4 * rows + 4 * seq  # the result with its log-sum-exps, three gradients
+    assert terms["other"] <= tables * seq // ranks * 8 * BYTES + 1024  # cosines and sines of positions
+    assert terms["stage inputs"] == seq // ranks * 64 * BYTES  # of one layer: the other is on the host
+    assert found["peak_bytes"] == sum(terms.values())
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import streamfx
 from streamfx.cli import main
+from streamfx.cost.wire import Traffic, sent_by
 from streamfx.planner.devices import device_called
+from streamfx.planner.host import Copies
 from streamfx.planner.models import built
-from streamfx.planner.overlap import Stretch, waited
+from streamfx.planner.overlap import Seconds, Stretch, waited
 from tests.support.sharded import sharded
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
 from tests.test_plan import TINY
@@ -82,10 +84,10 @@ def test_what_is_sent(plans: dict[str, dict[str, Any]], model: nn.Module) -> Non
 
 
 def test_time_on_the_wire(plans: dict[str, dict[str, Any]]) -> None:
-    rate = device_called("H100").wire(8)
+    rate, _ = device_called("H100").near_and_far
     for found in plans.values():
         wire = found["wire"]
-        assert wire["seconds"] == wire["bytes"] / rate
+        assert wire["seconds"] == wire["bytes"] / rate and wire["far_bytes"] == 0
         assert 0 < wire["waited_seconds"] <= wire["seconds"] * 1.0001
     assert plans["zero1"]["wire"]["waited_seconds"] >= plans["ddp"]["wire"]["seconds"] / 2
 
@@ -98,7 +100,8 @@ def test_more_devices_hold_less_each(world: int, plans: dict[str, dict[str, Any]
     assert numbers(model) / world <= terms["parameters"] <= numbers(model) / world + rows + 1024
     assert found["peak_bytes"] < fewer["peak_bytes"] and found["flops"] == fewer["flops"]
     assert [stage["chunk_size"] for stage in found["stages"]] == [stage["chunk_size"] for stage in fewer["stages"]]
-    assert found["wire"]["bytes_per_second"] < fewer["wire"]["bytes_per_second"]  # between machines
+    assert found["wire"]["far_bytes"] == found["wire"]["bytes"] > fewer["wire"]["bytes"]  # between machines
+    assert found["wire"]["seconds"] > 5 * fewer["wire"]["seconds"]
 
 
 def test_models_are_left_alone_by_divided_plans() -> None:
@@ -122,7 +125,7 @@ def test_the_text_says_what_is_sent_and_assumed(tmp_path: Path, capsys: pytest.C
     given = ["plan", str(tmp_path), "--seq", "64", "--no-baselines", "--world", "8", "--shard", "zero3"]
     assert main(given) == 0
     text = capsys.readouterr().out
-    for part in ("on each of 8 devices, zero3", "whole weights", "sent by each device", "of published rates in one direction"):
+    for part in ("on each of 8 devices, zero3", "whole weights", "each device sends", "of published rates in one direction"):
         assert part in text
 
 
@@ -157,16 +160,73 @@ def test_shards_on_the_meta_device_are_explained_as_others(ranks: DeviceMesh) ->
 # -- what computes meanwhile
 
 
+def of(size: int) -> Traffic:
+    return Traffic(1, size)
+
+
+def in_seconds(sent: float = 1.0) -> Seconds:
+    """Of a FLOP in loops, of a byte to others, of a byte to the host and back."""
+    return Seconds(lambda part: float(part.flops), lambda traffic: traffic.bytes * sent, float)
+
+
 def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
     """Stages of 10 seconds; 1 byte takes a second."""
+    forward = [Stretch("forward", 10, gathered=of(size)) for size in (3, 8, 14)]
+    assert waited(forward, in_seconds()) == (3 + 4, 0)
+    sizes = ((0, 6), (8, 9), (5, 2))
+    backward = [Stretch("backward", 10, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
+    assert waited(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
+    assert waited([*forward, *backward], in_seconds()) == (7 + 3, 0)
+    assert waited([Stretch("forward", 10, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
+    assert waited([], in_seconds()) == (0, 0)
 
-    def seconds(part: Stretch) -> float:
-        return float(part.flops)
 
-    forward = [Stretch("forward", 10, 0, 0, gathered, 0) for gathered in (3, 8, 14)]
-    assert waited(forward, seconds, 1.0) == 3 + 4
-    backward = [Stretch("backward", 10, 0, 0, gathered, reduced) for gathered, reduced in ((0, 6), (8, 9), (5, 2))]
-    assert waited(backward, seconds, 1.0) == (6 + 5 - 10) + 2
-    assert waited([*forward, *backward], seconds, 1.0) == 7 + 3
-    assert waited([Stretch("forward", 10, 0, 0, 0, 0, alone=5)], seconds, 2.0) == 2.5
-    assert waited([], seconds, 1.0) == 0
+def test_copies_take_what_loops_and_wire_leave_over() -> None:
+    """Inputs of stages go to the host while the next stage runs, and come back while the one after them runs."""
+    forward = [Stretch("forward", 10, copies=Copies(left=size)) for size in (12, 8, 3)]
+    assert waited(forward, in_seconds()) == (0, 2 + 3)
+    backward = [Stretch("backward", 10, copies=Copies(fetched=size)) for size in (4, 17, 9)]
+    assert waited(backward, in_seconds()) == (0, 4 + 7)
+    late = [Stretch("backward", 10), Stretch("backward", 10, gathered=of(15), copies=Copies(fetched=17))]
+    assert waited(late, in_seconds()) == (5, 2)
+
+
+def test_groups_inside_of_a_machine_send_at_its_rate() -> None:
+    """Ranks that divide a sequence swap rows near, and gather weights from all the others."""
+    found = plan_of(64, "zero3", seq=1024, context=4, optimizer="none")["wire"]
+    near, far = found["bytes_per_second"]["near"], found["bytes_per_second"]["far"]
+    exchanged = sum(found[half]["exchanges"]["bytes"] for half in ("forward", "backward"))
+    assert 0 < exchanged == found["bytes"] - found["far_bytes"]
+    assert found["seconds"] == pytest.approx(exchanged / near + found["far_bytes"] / far)
+    assert near > far
+
+
+@pytest.mark.parametrize("ranks", [(64, 0), (64, 63)], indirect=True)
+def test_which_groups_lie_inside_of_a_machine(ranks: DeviceMesh) -> None:  # noqa: F811
+    world = dist.get_world_size()
+    for size, apart, is_far in (
+        (8, 1, False),
+        (4, 1, False),
+        (4, 2, False),
+        (4, 4, True),
+        (8, 8, True),
+        (2, 32, True),
+        (64, 1, True),
+    ):
+        own = dist.get_rank() // (size * apart) * size * apart + dist.get_rank() % apart
+        group = dist.new_group(range(own, own + size * apart, apart), use_local_synchronization=True)
+        sent = sent_by(torch.ops._c10d_functional.all_reduce.default, (torch.ones(world), "sum", group.group_name), {}, None)
+        assert sent is not None and (sent.ranks, sent.is_far) == (size, is_far)
+
+
+def test_copies_to_the_host_take_time() -> None:
+    options = {"save": "inputs", "offload": "inputs", "keep_every": 1, "chunk_size": 64}
+    found = streamfx.plan(DEEPER, seq=512, baselines=False, options=options).summary()
+    host, rate = found["host"], device_called("H100").to_host
+    assert rate is not None and host["bytes"] == (LAYERS - 1) * 512 * 256 * 2  # the last is needed at once
+    assert host["copied_bytes"] == 2 * host["bytes"] and host["seconds"] == host["copied_bytes"] / rate
+    assert 0 < host["waited_seconds"] <= host["seconds"]
+    assert (
+        found["seconds"]
+        > streamfx.plan(DEEPER, seq=512, baselines=False, options={**options, "offload": "none"}).summary()["seconds"]
+    )

@@ -40,6 +40,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="whose state is counted (default: %(default)s)")
     parser.add_argument(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="it updates parameters in the backward pass, and frees gradients there",
+    )
+    parser.add_argument(
         "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
     )
     parser.add_argument("--shard", choices=SHARDS, default=SHARDS[0], help="what these divide (default: %(default)s, nothing)")
@@ -54,6 +59,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
+    parser.add_argument("--loss-chunk-size", type=int, metavar="ROWS", help="the option loss_chunk_size, in its place, too")
     parser.add_argument("--save", choices=SAVE_LEVELS, help="the option save, in place of the plan's choice")
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
     parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
@@ -100,7 +106,7 @@ def traces(count: int) -> Iterator[Callable[[Prediction], None] | None]:
 def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | None) -> PlanReport:
     from streamfx.planner.plan import plan
 
-    given = {name: getattr(arguments, name) for name in ("chunk_size", "save", "keep_every")}
+    given = {name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every")}
     given["offload"] = "inputs" if arguments.offload else None
     return plan(
         arguments.model,
@@ -112,6 +118,7 @@ def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | N
         lora_rank=arguments.lora_rank,
         quantize=arguments.quantize,
         optimizer=arguments.optimizer,
+        optimizer_in_backward=arguments.optimizer_in_backward,
         world=arguments.world,
         shard=arguments.shard,
         tensor=arguments.tensor,

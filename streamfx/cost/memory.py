@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from streamfx.cost.between import makes_memory, terms_between
 from streamfx.cost.curve import Curve, Recorder
+from streamfx.cost.handed_over import HandedOver, run_in_stretches
+from streamfx.cost.layouts import largest_copied
 from streamfx.cost.meter import Meter, Rise
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
-from streamfx.cost.terms import GRADIENTS, WEIGHTS, LoopTerms, terms_of, whole_weights
+from streamfx.cost.terms import GRADIENTS, terms_of
 from streamfx.cost.wire import Traffic, added
 from streamfx.cost.work import Work
 from streamfx.ir.joint import graph_copy
@@ -92,17 +95,19 @@ def cost_of(
     backward: fx.GraphModule | None,
     num_outputs: int,
     loss: frozenset[str] = frozenset(),
+    handed: HandedOver | None = None,
     recorded: bool = False,
 ) -> Cost:
     """Run both halves of a graph on fake tensors; the caller keeps the results of the forward half during the backward half.
 
-    `loss` are names of the values of the loss stage (see `loss_values`). Curves are there if they are to be `recorded`.
+    `loss` are names of the values of the loss stage (see `loss_values`), `handed` is given where gradients are taken meanwhile.
+    Curves are there if they are to be `recorded`.
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
     known: dict[Any, LoopRun] = {}
-    forward = sampled(forward, meter, terms_of(forward, False, loss), known)
-    backward = None if backward is None else sampled(backward, meter, terms_of(backward, True, loss), known)
+    forward = sampled(forward, meter, known, False, loss)
+    backward = None if backward is None else sampled(backward, meter, known, True, loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         placeholders = forward.graph.find_nodes(op="placeholder")
         inputs = [made_like(node.meta["val"]) for node in placeholders]
@@ -114,8 +119,12 @@ def cost_of(
             forward_curve = meter.recorded(Work())
             outputs, saved = results[:num_outputs], results[num_outputs:]
             del results
-            gradients = None if backward is None else _run_backward(backward, saved)
-            if copied := _largest_copied(given, gradients or ()):
+            gradients = None
+            if backward is not None and handed is not None:
+                run_in_stretches(backward, _given_backward(backward, saved), handed, inputs, meter)
+            elif backward is not None:
+                gradients = OuterRunner(backward)(_given_backward(backward, saved))
+            if copied := largest_copied(given, gradients or ()):
                 meter.reached(Rise(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
@@ -191,54 +200,30 @@ def _leaf_like(node: fx.Node) -> Any:
     return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
 
 
-def _run_backward(backward: fx.GraphModule, saved: list[Any]) -> Any:
-    """Feed what was saved (numbers last, which the backward half takes first) and gradients of the results."""
+def _given_backward(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
+    """What was saved (numbers last, which the backward half takes first) and gradients of the results."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
-    arguments += [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
-    return OuterRunner(backward)(arguments)
-
-
-def _largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
-    """Bytes of the largest gradient that autograd copies before it keeps it: one that lies otherwise than what it is of.
-
-    accumulate_grad.h: obeys_layout_contract; copies are made one after the other, when all gradients are there.
-    """
-    pairs = zip(inputs, gradients, strict=False)
-    tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
-    return max((own.nbytes for value, own in tensors if own.shape == value.shape and not _lies_as(own, value)), default=0)
-
-
-def _lies_as(gradient: Tensor, value: Tensor) -> bool:
-    if not _is_dense(value):
-        return gradient.is_contiguous()
-    strides = zip(gradient.shape, gradient.stride(), value.stride(), strict=True)
-    return all(size == 1 or own == other for size, own, other in strides)
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether each element has a place of its own, and no place is left between them."""
-    places = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
-        if stride != places:
-            return False
-        places *= size
-    return True
+    return arguments + [made_like(node.meta["val"]) for node in placeholders[len(arguments) :]]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
-def sampled(module: fx.GraphModule, meter: Meter, terms: Mapping[str, LoopTerms], known: dict[Any, LoopRun]) -> fx.GraphModule:
-    """The same outer graph, with loops that run few of their chunks."""
+def sampled(
+    module: fx.GraphModule, meter: Meter, known: dict[Any, LoopRun], is_backward: bool, loss: frozenset[str]
+) -> fx.GraphModule:
+    """The same outer graph, with loops that run few of their chunks, and bytes counted under their terms."""
+    between = terms_between(module, is_backward)
+    terms = terms_of(module, is_backward, between, loss)
     copied = with_stand_ins(module, meter, made_like)
-    if weights := whole_weights(module):
+    if between:
         copied = fx.GraphModule(copied, graph_copy(copied.graph))
         for node in copied.graph.nodes:
-            if node.name in weights:
-                node.target = meter.named(WEIGHTS, node.target)
+            if node.name in between and makes_memory(node):
+                node.target = meter.named(between[node.name], node.target)
     for name, child in module.named_children():
         if isinstance(child, Loop):
             copied.add_module(name, SampledLoop(child.spec, meter, terms[name], known))

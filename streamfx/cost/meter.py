@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
@@ -149,6 +150,16 @@ class Meter(TorchDispatchMode):
 
         return run
 
+    def rename(self, tensor: Tensor, term: str) -> None:
+        """Count a tensor's memory under another term from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._sizes:
+            size, before = self._sizes[key]
+            self._sizes[key] = size, term
+            self.live_terms[before] -= size
+            self.live_terms[term] += size
+            self._note()
+
     def named(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose bytes are counted under a term."""
 
@@ -203,8 +214,9 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(flops, 0, flops, 1)
     moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
     if (sent := sent_by(func, args, kwargs, out)) is not None:
-        names = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))
-        return Work(moved=moved, launches=1, **{sent.kind: 1, names[sent.kind]: sent.bytes})
+        name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
+        calls, size, far = sent.traffic
+        return Work(moved=moved, launches=1, **{sent.kind: calls, name: size, f"{name}_far": far})
     if not flops:
         return Work(0, moved, 0, 1)
     total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None

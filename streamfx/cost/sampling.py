@@ -138,6 +138,14 @@ class SampledLoop(Loop):
         stacked = [item for item in self.spec.yields if isinstance(item, Stacked)]
         return (term for item, term in zip(stacked, self.terms.stacked, strict=True) if item.reuse is None)
 
+    def _result(self, item: Stacked, tensors: Sequence[Any], env: Env) -> Tensor:
+        """Memory that is written over is counted under what it holds from then on."""
+        found = super()._result(item, tensors, env)
+        if item.reuse is not None:
+            stacked = [own for own in self.spec.yields if isinstance(own, Stacked)]
+            self.meter.rename(found, self.terms.stacked[next(i for i, own in enumerate(stacked) if own is item)])
+        return found
+
     def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
         with self._named(next(self._upcoming_terms)):
             return super()._new_buffer(item, env, zeroed)

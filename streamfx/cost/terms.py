@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from streamfx.cost.wire import GATHERS, sent_by_node
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import BufferPart, Kept, LoopSpec, Part, Stacked
 from streamfx.ir.span import Span
 from streamfx.runtime.loop import Loop
-from streamfx.torch_private import OpOverload
 
 PARAMETERS, INPUTS, OPTIMIZER = "parameters", "inputs", "optimizer"
 WEIGHTS = "whole weights"
@@ -23,6 +22,8 @@ KEYS = "keys and values"
 KEY_GRADIENTS = "gradients of keys and values"
 CHUNK, LOSS = "chunk work", "loss chunk work"
 STATES = "states"
+EXCHANGED = "exchanged rows"
+ATTENTION = "whole attention"
 BETWEEN_GRAPHS = "kept between graphs"
 OTHER = "other"
 
@@ -42,33 +43,21 @@ def loss_values(facts: Facts) -> frozenset[str]:
     return frozenset(node.name for stage in last for node in (*stage.forward, *stage.backward))
 
 
-def terms_of(module: fx.GraphModule, is_backward: bool, loss: frozenset[str] = frozenset()) -> dict[str, LoopTerms]:
-    """The terms of each loop of an outer graph, by the loop's name; `loss` are names of values that the loss stage makes."""
+def terms_of(
+    module: fx.GraphModule, is_backward: bool, between: Mapping[str, str], loss: frozenset[str] = frozenset()
+) -> dict[str, LoopTerms]:
+    """The terms of each loop of an outer graph, by the loop's name; `between` are those of nodes between loops, `loss` are names
+    of values that the loss stage makes.
+    """
     found: dict[str, LoopTerms] = {}
     for call in module.graph.find_nodes(op="call_module"):
         loop = module.get_submodule(call.target)
         if isinstance(loop, Loop):
             is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
-            stacked = _stacked(loop.spec, call, module, (is_backward and loop.spec.reverse) or is_loss)
+            is_gradient = (is_backward and loop.spec.reverse) or is_loss
+            stacked = _stacked(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
             found[call.target] = LoopTerms(_buffers(loop.spec), stacked, LOSS if is_loss else CHUNK)
     return found
-
-
-def whole_weights(module: fx.GraphModule) -> frozenset[str]:
-    """Names of the nodes of an outer graph that gather weights, or put gathered ones together: what is made of the graph's inputs
-    alone, by operators that are no views, from a gather on.
-    """
-    given = set(module.graph.find_nodes(op="placeholder"))
-    made, found = set(given), set[fx.Node]()
-    for node in module.graph.nodes:
-        is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        if is_operator and node.all_input_nodes and made.issuperset(node.all_input_nodes):
-            made.add(node)
-            sent = sent_by_node(node)
-            is_gather = sent is not None and sent.kind == GATHERS
-            if is_gather or (sent is None and not found.isdisjoint(node.all_input_nodes)):
-                found.add(node)
-    return frozenset(node.name for node in found if not getattr(node.target, "is_view", True))
 
 
 def _buffers(spec: LoopSpec) -> tuple[str, ...]:
@@ -80,16 +69,19 @@ def _buffers(spec: LoopSpec) -> tuple[str, ...]:
     )
 
 
-def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, is_gradient: bool) -> tuple[str, ...]:
+def _stacked(spec: LoopSpec, call: fx.Node, module: fx.GraphModule, other: str, between: Mapping[str, str]) -> tuple[str, ...]:
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     positions = [i for i, item in enumerate(spec.yields) if isinstance(item, Stacked)]
-    return tuple(_stacked_term(results.get(i), module, is_gradient) for i in positions)
+    return tuple(_stacked_term(results.get(i), module, between) or other for i in positions)
 
 
-def _stacked_term(result: fx.Node | None, module: fx.GraphModule, is_gradient: bool) -> str:
-    if result is not None and any(_reads_keys(user, result, module) for user in result.users):
+def _stacked_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
+    """Of rows that other rows look at, or that are sent to other ranks."""
+    if result is None:
+        return None
+    if any(_reads_keys(user, result, module) for user in result.users):
         return KEYS
-    return STREAM_GRADIENT if is_gradient else STAGE_INPUTS
+    return EXCHANGED if any(between.get(user.name) == EXCHANGED for user in result.users) else None
 
 
 def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:

@@ -7,7 +7,8 @@ Of a group of n ranks, each sends and receives, in the rings that libraries use 
     all-reduce        twice that: a scatter, and a gather of the sums
     exchange          (n-1)/n of the operand (all to all), of the value (broadcast)
 
-Values that are sent between two ranks alone (isend, irecv) are not counted.
+Values that are sent between two ranks alone (isend, irecv) are not counted. Ranks are taken to stand in machines of `TOGETHER`
+devices, in order: a group that does not lie inside of one sends all its bytes far, as the slowest connection bounds a ring.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from streamfx.cost.flops import arguments_by_name
 from streamfx.cost.nested import tensors_in
 from streamfx.ir.collectives import group_among
 from streamfx.torch_private import OpOverload, tree_map
-from streamfx.torch_private.groups import ranks_in
+from streamfx.torch_private.groups import members_of, ranks_in
 from streamfx.torch_private.sizes import size_hint
 
 GATHERS, REDUCTIONS, EXCHANGES = KINDS = "gathers", "reductions", "exchanges"
@@ -35,28 +36,37 @@ KIND_OF = {
     "shard_dim_alltoall": EXCHANGES,
     "broadcast": EXCHANGES,
 }
+TOGETHER = 8  # devices of one machine
 WAYS = ("_coalesced", "_out", "_")  # several values in one call; in memory that is given
 
 
 class Sent(NamedTuple):
-    """What one call sends: its kind, the ranks of its group, the bytes that each of them sends."""
+    """What one call sends: its kind, the ranks of its group, the bytes that each of them sends; whether to other machines."""
 
     kind: str
     ranks: int
     bytes: int
+    is_far: bool = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(1, self.bytes, self.bytes if self.is_far else 0)
 
 
 class Traffic(NamedTuple):
-    """Calls, and bytes on the wire of each rank."""
+    """Calls, and bytes on the wire of each rank; of them, those of groups that do not lie inside of one machine."""
 
     calls: int = 0
     bytes: int = 0
+    far: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.far + other.far)
 
-    def times(self, count: int) -> Traffic:
-        return Traffic(count * self.calls, count * self.bytes)
+    @property
+    def halved(self) -> Traffic:
+        """One of two equal parts of what is sent."""
+        return Traffic(self.calls, self.bytes // 2, self.far // 2)
 
 
 def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sent | None:
@@ -65,10 +75,11 @@ def sent_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     if name is None:
         return None
     given = arguments_by_name(target, args, kwargs)
-    ranks = given.get("group_size") or ranks_in(group_among(given))
+    group = group_among(given)
+    ranks = given.get("group_size") or ranks_in(group)
     kind = KIND_OF[name]
     whole = _bytes(result if kind == GATHERS else args[0])
-    return Sent(kind, ranks, (2 if name == ALL_REDUCE else 1) * whole * (ranks - 1) // ranks)
+    return Sent(kind, ranks, (2 if name == ALL_REDUCE else 1) * whole * (ranks - 1) // ranks, ranks > TOGETHER or _is_far(group))
 
 
 def sent_by_node(node: fx.Node) -> Sent | None:
@@ -85,6 +96,12 @@ def added(parts: Iterable[Traffic]) -> Traffic:
     for part in parts:
         total = total.plus(part)
     return total
+
+
+def _is_far(group: Any) -> bool:
+    """Whether ranks of a group stand in several machines."""
+    members = members_of(group)
+    return bool(members) and members[0] // TOGETHER != members[-1] // TOGETHER
 
 
 def _name_of(target: Any) -> str | None:

@@ -12,7 +12,7 @@ class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
 
     Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
-    ranks, and the bytes, by kind.
+    ranks, the bytes, and those of them that leave the machine, by kind.
     """
 
     flops: int = 0
@@ -23,16 +23,21 @@ class Work(NamedTuple):
     total_bytes: int = 0
     gathers: int = 0
     gathered: int = 0
+    gathered_far: int = 0
     reductions: int = 0
     reduced: int = 0
+    reduced_far: int = 0
     exchanges: int = 0
     exchanged: int = 0
+    exchanged_far: int = 0
 
     @property
     def wire(self) -> dict[str, Traffic]:
         """By kind what was sent."""
-        pairs = ((self.gathers, self.gathered), (self.reductions, self.reduced), (self.exchanges, self.exchanged))
-        return {kind: Traffic(*pair) for kind, pair in zip(KINDS, pairs, strict=True)}
+        gathers = Traffic(self.gathers, self.gathered, self.gathered_far)
+        reductions = Traffic(self.reductions, self.reduced, self.reduced_far)
+        exchanges = Traffic(self.exchanges, self.exchanged, self.exchanged_far)
+        return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
 
     def plus(self, other: Work) -> Work:
         return Work(*map(operator.add, self, other))

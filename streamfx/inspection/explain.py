@@ -12,6 +12,7 @@ from torch import fx
 
 from streamfx.cost.curve import Curve
 from streamfx.cost.flops import attention_flops, is_fused_attention
+from streamfx.cost.handed_over import HandedOver
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
 from streamfx.cost.rates import rates_of
@@ -21,9 +22,11 @@ from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
 from streamfx.inspection.tracing import TracedCall, TracedGraph, original, traced
 from streamfx.inspection.wire import wire_of
+from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
@@ -69,10 +72,13 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
 
 
 class Explanation(Exports):
-    """What was found in one call; costs are predicted when they are first asked for."""
+    """What was found in one call; costs are predicted when they are first asked for.
 
-    def __init__(self, call: TracedCall) -> None:
-        self.call = call
+    `updates` says that an optimizer in the backward pass takes gradients of parameters once they are complete, and frees them.
+    """
+
+    def __init__(self, call: TracedCall, updates: bool = False) -> None:
+        self.call, self.updates = call, updates
 
     def __str__(self) -> str:
         return report_text(self.summary())
@@ -99,7 +105,6 @@ class Explanation(Exports):
         share of reductions of the backward half that begin before its last loop, `whole_weights_bytes` are alive at the peak.
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
-        gradients = [gradient_bytes(graph) for graph in self._called]
         # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
         return {
             "graphs": len(self.call.graphs),
@@ -109,7 +114,7 @@ class Explanation(Exports):
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
             "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
-            "peak_bytes": max(peak_of_calls(streamed, gradients), baseline.gradients),
+            "peak_bytes": max(peak_of_calls(streamed, self._gradients), 0 if self.updates else baseline.gradients),
             "baseline_peak_bytes": baseline.peak,
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "saved_bytes": sum(cost.held for cost in streamed),
@@ -135,9 +140,8 @@ class Explanation(Exports):
 
     def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
         """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first."""
-        gradients = [gradient_bytes(graph) for graph in self._called]
-        at_end = self.baseline.gradients if with_baseline else 0
-        found = {OURS: (curve_of_calls(self.costs, gradients, at_end), flops_of_calls(self.costs))}
+        at_end = self.baseline.gradients if with_baseline and not self.updates else 0
+        found = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
         if with_baseline and self.call.checkpointed is not None:
             checkpointed = self.visible(self.call.checkpointed)
             found[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
@@ -183,6 +187,11 @@ class Explanation(Exports):
     def _called(self) -> list[TracedGraph]:
         return self.call.calls or self.call.graphs
 
+    @property
+    def _gradients(self) -> list[int]:
+        """Bytes of each call's gradients of parameters that stay until the step's end."""
+        return [0 if self.updates else gradient_bytes(graph) for graph in self._called]
+
     def _of_calls(self, costs: list[Cost]) -> list[Cost]:
         """The cost of each call, given that of each graph."""
         of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
@@ -190,7 +199,7 @@ class Explanation(Exports):
 
     @cached_property
     def _streamed(self) -> list[Cost]:
-        return [_cost_with_backend(graph) for graph in self.call.graphs]
+        return [_cost_with_backend(graph, self.updates) for graph in self.call.graphs]
 
     @property
     def costs(self) -> list[Cost]:
@@ -227,10 +236,25 @@ class Explanation(Exports):
         return Cost(peak, peak, held, flops, masked, attention_flops=attention, forward_curve=curve)
 
 
-def _cost_with_backend(graph: TracedGraph) -> Cost:
+def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
     program = graph.facts.program
-    halves = graph.halves if program is None else (program.forward, program.backward)
-    return cost_of(*halves, graph.num_outputs, loss_values(graph.facts), recorded=True)
+    forward, backward = graph.halves if program is None else (program.forward, program.backward)
+    handed = taken_by_optimizer(graph, backward) if updates and backward is not None else None
+    return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), handed, recorded=True)
+
+
+def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> HandedOver | None:
+    """Which gradients of parameters an optimizer gets before the end of the backward pass; None where it gets all then."""
+    chain = graph.chain
+    if chain is None or not chain.places:
+        return None
+    stretches = deliveries(backward, chain.saved)
+    if places_of(stretches) != chain.places:
+        return None
+    late = (number for number, places in enumerate(chain.places) if not chain.kept_out.isdisjoint(places))
+    parameters = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.kept_out
+    taken = {place: source.primal for place, source in chain.sources.items() if place in parameters}
+    return HandedOver(stretches, max(late, default=0), taken)
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:

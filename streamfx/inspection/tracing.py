@@ -27,6 +27,7 @@ from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.reasons import RECURRENT
+from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
     FakeTensorMode,
     default_partition,
@@ -53,13 +54,15 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 class TracedGraph:
     """One graph: as Dynamo gave it, what the passes found in it, and the two halves that would run without them.
 
-    `plain` makes these halves: few ask for them, and a deep model takes its time.
+    `plain` makes these halves: few ask for them, and a deep model takes its time. `chain` says which gradients can be handed over
+    before the end.
     """
 
     module: fx.GraphModule
     facts: Facts
     plain: Callable[[], Halves]
     num_outputs: int
+    chain: Chain | None = None
 
     @cached_property
     def halves(self) -> Halves:
@@ -254,13 +257,14 @@ class _Watched(Compilation):
             facts = self.facts[-1]
             again = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
             plain = (lambda: halves) if facts.program is None else again
-            self.call.graphs.append(TracedGraph(self.seen, facts, plain, num_fwd_outputs))
+            self.call.graphs.append(TracedGraph(self.seen, facts, plain, num_fwd_outputs, self.chain))
         return halves
 
     def hand_over(self) -> None:
         """Go on tracing: nothing is compiled."""
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        super().run_forward(module, inputs)
         return _StandIn(module, self.call)
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """What does a step send to other ranks, and what would eager? Calls, and bytes that each rank puts on the wire.
 
 `forward` and `backward`: by kind, `gathers`, `reductions` and `exchanges` between loops (of a graph that runs as it stands: all),
-and `in_loops`, those of bodies times their chunks. `bytes`: all of them. `early_reductions`: the share of the reductions between
+and `in_loops`, those of bodies times their chunks. `bytes`: all of them; `far_bytes`: those of groups
+that do not lie inside of a machine of 8 ranks, one beside the other. `early_reductions`: the share of the reductions between
 loops of the backward half that begin before its last loop does (None without any). `whole_weights_bytes`: gathered weights that
 are alive at the peak. `eager`: the same call run in eager on fake tensors, call by call as it would send; `checkpointed` says
 whether each layer is checkpointed there (with torch's non-reentrant checkpointing), which it is where the model has layers. None
@@ -16,7 +17,7 @@ from typing import Any
 from streamfx.cost.memory import Cost
 from streamfx.cost.terms import WEIGHTS
 from streamfx.inspection.tracing import TracedCall, TracedGraph
-from streamfx.report.wire import Outer, as_plain, bytes_of, calls_of, of_halves, sent_by_program, together
+from streamfx.report.wire import Outer, as_plain, bytes_of, calls_of, far_of, of_halves, sent_by_program, together
 
 
 def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCall | None = None) -> dict[str, Any] | None:
@@ -31,6 +32,7 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
     return {
         **as_plain(sent),
         "bytes": bytes_of(sent),
+        "far_bytes": far_of(sent),
         "early_reductions": early / reductions if reductions else None,
         "whole_weights_bytes": peak.peak_terms.get(WEIGHTS, 0),
         "eager": None if call is None else _in_eager(call),

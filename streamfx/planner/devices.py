@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from streamfx.cost.wire import Traffic
 from streamfx.errors import PlanError
 from streamfx.runtime.device_kinds import DeviceKind, kind_of
 
@@ -17,7 +18,8 @@ EFFICIENCY = 0.6  # of the published rates, what training reaches
 class Device:
     """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run.
 
-    `wires` are the bytes per second that a device sends to others of its machine, and to other machines; none where not known.
+    `wires` are the bytes per second that a device sends to others of its machine, and to other machines, `to_host` those that it
+    copies to its host's memory, or from there; none where not known.
     """
 
     name: str
@@ -25,12 +27,25 @@ class Device:
     bandwidth: float
     kind: DeviceKind
     wires: tuple[float, float] | None = None
+    to_host: float | None = None
 
-    def wire(self, world: int) -> float:
-        """Bytes per second that each of so many devices sends in a ring, which the slowest connection bounds."""
+    @property
+    def near_and_far(self) -> tuple[float, float]:
+        """Bytes per second that each device sends in a ring, inside of a machine and between machines."""
         if self.wires is None:
             raise PlanError("how fast this machine's devices send is not measured", do=f"plan for one of {', '.join(PUBLISHED)}")
-        return self.wires[world > TOGETHER]
+        return self.wires
+
+    def sending(self, traffic: Traffic) -> float:
+        """Seconds that it takes to send so much: what stays in the machine, and then what leaves it."""
+        if not traffic.bytes:
+            return 0.0
+        near, far = self.near_and_far
+        return (traffic.bytes - traffic.far) / near + traffic.far / far
+
+    def copying(self, size: int) -> float:
+        """Seconds that it takes to copy so many bytes to the host, or back; nothing where that is not known."""
+        return size / self.to_host if self.to_host else 0.0
 
     def seconds(self, flops: int, moved: int, launches: int = 0) -> float:
         """Time of work that computes so many FLOPs and, in operators that compute none, moves so many bytes.
@@ -42,7 +57,15 @@ class Device:
 
 
 LAUNCH = 5e-6  # seconds of the host per operator
-TOGETHER = 8  # devices of one machine
+HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
+    "A100": 32e9,
+    "H100": 64e9,
+    "H200": 64e9,
+    "B200": 64e9,
+    "L40S": 32e9,
+    "RTX4090": 32e9,
+    "MI300X": 64e9,
+}
 WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, Infinity Fabric, else PCIe), to others (network)
     "A100": (300e9, 25e9),
     "H100": (450e9, 50e9),
@@ -73,8 +96,8 @@ def device_called(name: str) -> Device:
     flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
     kind = DeviceKind("cuda", capability, has_flash=True)
     near, far = WIRES[known[name.lower()]]
-    wires = EFFICIENCY * near, EFFICIENCY * far
-    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires)
+    wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
+    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires, host)
 
 
 def here() -> torch.device:

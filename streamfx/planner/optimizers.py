@@ -17,6 +17,7 @@ STATES: dict[str, Callable[[Tensor], int]] = {
     "adamw": lambda parameter: 2 * parameter.nbytes,
     "adamw8bit": lambda parameter: 2 * (parameter.numel() + 4 * -(-parameter.numel() // BLOCK)),
 }
+UPDATING = tuple(name for name in STATES if name != "none")
 
 
 def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:

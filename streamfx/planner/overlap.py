@@ -1,8 +1,10 @@
-"""What does a step wait for on the wire? Loops run in order; while those of one stage compute, weights of the next are gathered
-and gradients of the one before are reduced (`codegen/put_back.py`). So a stage takes the longer of the two.
+"""What does a step wait for? Loops run in order; while those of one stage compute, weights of the next are gathered, gradients of
+the one before are reduced (`codegen/put_back.py`), and inputs of stages are copied to the host and back (`runtime/offload.py`).
+So a stage takes the longest of the three.
 
     loops      | stage 0 | stage 1 | stage 2 |
     wire  g 0  |   g 1   |   g 2   |   r 1   | r 2        max(loops 1, gathers 2 + reductions 0), and so on
+    host       |         |   k 0   |   k 1   | k 2        what stage 0 has left goes to the host while stage 1 computes
 """
 
 from __future__ import annotations
@@ -10,29 +12,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from streamfx.cost.memory import Cost
-from streamfx.cost.wire import EXCHANGES, GATHERS, REDUCTIONS
+from streamfx.cost.wire import EXCHANGES, GATHERS, REDUCTIONS, Traffic, added
 from streamfx.ir.facts import Facts
+from streamfx.planner.host import Copies, copies_by_loop
 from streamfx.report.stages import loops_of
 from streamfx.report.wire import HALVES, IN_LOOPS, Wire, sent_by_program
 from streamfx.runtime.loop import Loop
 
+NOTHING, NO_COPIES = Traffic(), Copies()
+
 
 @dataclass(frozen=True)
 class Stretch:
-    """Loops of one stage that run after each other in one half, and the bytes that are sent for them.
+    """Loops of one stage that run after each other in one half, what is sent for them, and what is copied from and to the host.
 
-    `alone` are bytes that nothing computes beside: of what a loop, or a value between loops, waits for at once.
+    `alone` is sent while nothing computes: what a loop, or a value between loops, waits for at once.
     """
 
     half: str
-    flops: int
-    moved: int
-    launches: int
-    gathered: int
-    reduced: int
-    alone: int = 0
+    flops: int = 0
+    moved: int = 0
+    launches: int = 0
+    gathered: Traffic = NOTHING
+    reduced: Traffic = NOTHING
+    alone: Traffic = NOTHING
+    copies: Copies = NO_COPIES
+
+
+class Seconds(NamedTuple):
+    """How long loops, the wire and copies take."""
+
+    loops: Callable[[Stretch], float]
+    sent: Callable[[Traffic], float]
+    copied: Callable[[int], float]
 
 
 def stretches_of(facts: Facts, cost: Cost) -> tuple[Stretch, ...]:
@@ -40,42 +55,47 @@ def stretches_of(facts: Facts, cost: Cost) -> tuple[Stretch, ...]:
     program = facts.program
     if program is None:
         return ()
-    sent = sent_by_program(program, len(facts.joint.outputs), cost.loops).by_loop
+    num_outputs = len(facts.joint.outputs)
+    sent, copies = sent_by_program(program, num_outputs, cost.loops).by_loop, copies_by_loop(program, num_outputs)
     stage_of = {loop.spec.name: i for i, stage in enumerate(facts.stages) for loop in loops_of(stage, facts)}
     found: list[Stretch] = []
     for half, module in zip(HALVES, (program.forward, program.backward), strict=True):
         names = [] if module is None else [name for name, child in module.named_children() if isinstance(child, Loop)]
-        elsewhere = sum(wire[half][REDUCTIONS].bytes for name, wire in sent.items() if name not in names)
-        if elsewhere:  # of gradients that a loop of the forward half has made
-            found.append(Stretch(half, 0, 0, 0, 0, elsewhere))
+        elsewhere = added(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
+        if elsewhere.calls:  # of gradients that a loop of the forward half has made
+            found.append(Stretch(half, reduced=elsewhere))
         for _, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
-            found.append(_together(half, list(run), cost, sent))
+            found.append(_together(half, list(run), cost, sent, copies[half]))
     return tuple(found)
 
 
-def _together(half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire]) -> Stretch:
+def _together(half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]) -> Stretch:
     loops = [cost.loops[name] for name in names]
     own = [sent[name][half] for name in names if name in sent]
     flops, moved, launches = (sum(getattr(loop, key) for loop in loops) for key in ("flops", "moved", "launches"))
-    gathered, reduced = (sum(columns[kind].bytes for columns in own) for kind in (GATHERS, REDUCTIONS))
-    alone = sum(columns[kind].bytes for columns in own for kind in (EXCHANGES, IN_LOOPS))
-    return Stretch(half, flops, moved, launches, gathered, reduced, alone)
+    gathered, reduced = (added(columns[kind] for columns in own) for kind in (GATHERS, REDUCTIONS))
+    alone = added(columns[kind] for columns in own for kind in (EXCHANGES, IN_LOOPS))
+    copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
+    return Stretch(half, flops, moved, launches, gathered, reduced, alone, copied)
 
 
-def waited(stretches: Sequence[Stretch], seconds: Callable[[Stretch], float], rate: float) -> float:
-    """Seconds in which nothing computes, at so many bytes per second."""
-    total = sum(part.alone for part in stretches) / rate
+def waited(stretches: Sequence[Stretch], seconds: Seconds) -> tuple[float, float]:
+    """Seconds in which nothing computes: those in which ranks wait for each other, and what copies to and from the host add."""
+    sent = sum(seconds.sent(part.alone) for part in stretches)
+    copied = 0.0
     for half in HALVES:
-        for part, sent in _beside([part for part in stretches if part.half == half]):
-            total += max(0.0, sent / rate - (0.0 if part is None else seconds(part)))
-    return total
+        for part, wire, copies in _beside([part for part in stretches if part.half == half]):
+            free = 0.0 if part is None else seconds.loops(part)
+            late = max(0.0, sum(map(seconds.sent, wire)) - free)
+            sent += late
+            copied += max(0.0, seconds.copied(copies) - free - late)
+    return sent, copied
 
 
-def _beside(parts: Sequence[Stretch]) -> Iterator[tuple[Stretch | None, int]]:
-    """Each stretch of a half with the bytes that are sent meanwhile; first and last, what nothing computes beside."""
-    if parts:
-        yield None, parts[0].gathered
-        for i, part in enumerate(parts):
-            following = parts[i + 1].gathered if i + 1 < len(parts) else 0
-            yield part, following + (parts[i - 1].reduced if i else 0)
-        yield None, parts[-1].reduced
+def _beside(parts: Sequence[Stretch]) -> Iterator[tuple[Stretch | None, list[Traffic], int]]:
+    """Each stretch of a half with what is sent and copied meanwhile; first and last, what nothing computes beside."""
+    for i in range(-1, len(parts) + 1 if parts else -1):
+        before, following = parts[i - 1 : i] if i > 0 else [], parts[i + 1 : i + 2]
+        wire = [*(part.gathered for part in following), *(part.reduced for part in before)]
+        copies = sum(part.copies.fetched for part in following) + sum(part.copies.left for part in before)
+        yield parts[i] if 0 <= i < len(parts) else None, wire, copies

@@ -20,11 +20,11 @@ from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.objectives import objective_called
-from streamfx.planner.optimizers import state_bytes
+from streamfx.planner.optimizers import UPDATING, state_bytes
 from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import Limits
-from streamfx.planner.shards import Sharding, checked_sharding
+from streamfx.planner.shards import ZERO1, Sharding, checked_sharding
 from streamfx.planner.step import Inputs, SoughtBy, Step
 from streamfx.planner.tensors import check_plan
 
@@ -42,6 +42,7 @@ class Asked:
     lora_rank: int | None
     quantize: str | None
     optimizer: str
+    optimizer_in_backward: bool
     world: int
     shard: str
     tensor: int
@@ -68,6 +69,7 @@ def plan(
     lora_rank: int | None = None,
     quantize: str | None = None,
     optimizer: str = "none",
+    optimizer_in_backward: bool = False,
     world: int = 1,
     shard: str = "ddp",
     tensor: int = 1,
@@ -92,6 +94,7 @@ def plan(
         memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
         dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
         optimizer: whose state is counted: "adamw", "adamw8bit", "sgd" or "none".
+        optimizer_in_backward: it updates parameters in the backward pass, and frees their gradients there.
         world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
         tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
         device: whose kernels and rates are planned for: "H100" and others, or "here".
@@ -111,10 +114,11 @@ def plan(
     """
     given = _options(options, keywords)
     sizes: dict[str, Any] = {"seq": seq, "batch": batch, "memory": memory, "host_memory": host_memory, "inputs": inputs}
-    kinds: dict[str, Any] = {"dtype": dtype, "lora_rank": lora_rank, "quantize": quantize, "optimizer": optimizer}
+    kinds: dict[str, Any] = {"dtype": dtype, "lora_rank": lora_rank, "quantize": quantize}
+    updates: dict[str, Any] = {"optimizer": optimizer, "optimizer_in_backward": optimizer_in_backward}
     ranks: dict[str, Any] = {"world": world, "shard": shard, "tensor": tensor, "context": context, "device": device}
     sought: dict[str, Any] = {"max_length": max_length, "max_batch": max_batch, "objective": objective, "group": group}
-    return _planned(Asked(model, baselines=baselines, options=given, noted=noted, **sizes, **kinds, **ranks, **sought))
+    return _planned(Asked(model, baselines=baselines, options=given, noted=noted, **sizes, **kinds, **updates, **ranks, **sought))
 
 
 def _planned(asked: Asked) -> PlanReport:
@@ -127,16 +131,15 @@ def _planned(asked: Asked) -> PlanReport:
     ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
     _check_rows(asked.context, asked.seq)
     _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
+    _check_updates(asked.optimizer_in_backward, asked.optimizer, ranks)
     with uncollected():
         made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
     name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
     _check_made(made, asked.tensor, asked.context)
     state = state_bytes(made, asked.optimizer, ranks)
-    step = Step(name, made, wanted, device_called(asked.device), asked.inputs, state, asked.noted, ranks)
-    limits = Limits(
-        None if asked.memory is None else bytes_of(asked.memory, here()),
-        None if asked.host_memory is None else bytes_of(asked.host_memory, here()) // sharing(asked.world),
-    )
+    kind = device_called(asked.device)
+    step = Step(name, made, wanted, kind, asked.inputs, state, asked.noted, ranks, asked.optimizer_in_backward)
+    limits = _limits(asked.memory, asked.host_memory, asked.world)
     if asked.max_length or asked.max_batch:
         few = not isinstance(asked.model, nn.Module)
         return step.searched(limits, asked.options, SoughtBy(asked.batch, asked.seq, asked.max_batch, few, asked.baselines))
@@ -152,6 +155,12 @@ def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
         raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
     return merged(options, keywords, "streamfx.plan(...)")
+
+
+def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
+    """Of a device, and of a host for each of the devices that share it."""
+    device = None if memory is None else bytes_of(memory, here())
+    return Limits(device, None if host_memory is None else bytes_of(host_memory, here()) // sharing(world))
 
 
 def _check_made(model: nn.Module, tensor: int, context: int) -> None:
@@ -185,6 +194,15 @@ def _check(dtype: Any, memory: Any, inputs: Any) -> None:
             f"inputs cannot be a {type(inputs).__name__}",
             do="give a function of (batch, length) that returns what the model takes",
         )
+
+
+def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
+    if in_backward and optimizer == "none":
+        found = "none"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do=f"give one of {', '.join(UPDATING)}")
+    if in_backward and ranks.shard == ZERO1:
+        found = "zero1, which gathers updated parameters behind the step"
+        raise PlanError("an optimizer is to run in the backward pass", found=found, do="plan with ddp, zero2 or zero3")
 
 
 def _check_rows(context: int, seq: int) -> None:

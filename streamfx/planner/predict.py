@@ -78,9 +78,12 @@ def predict(
     options: Mapping[str, Any],
     baselines: bool = False,
     state: int = 0,
+    updates: bool = False,
 ) -> Prediction:
-    """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes."""
-    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines))
+    """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
+    `updates` in the backward pass, or behind it.
+    """
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines), updates)
     own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
     held = own + given + state
     summary = explanation.summary(with_baseline=baselines)

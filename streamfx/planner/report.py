@@ -10,10 +10,11 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
+from streamfx.cost.wire import Traffic, added
 from streamfx.cost.work import Work
 from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
-from streamfx.planner.overlap import waited
+from streamfx.planner.overlap import NOTHING, Seconds, waited
 from streamfx.planner.page import page_of_plan
 from streamfx.planner.predict import NO_MEASURE, Prediction, Way
 from streamfx.planner.search import Limits
@@ -29,7 +30,8 @@ from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
 ASSUMED_HERE = "rates of one product and one copy; nothing but products and attention fused"
-ASSUMED_WIRE = "60 % of published rates in one direction, within a machine of 8 devices or between machines; rings"
+ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
+ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
 NONE = Limits()
 LAYERS_TWICE = "gradient checkpointing, whole layers"
 
@@ -49,6 +51,7 @@ class PlanReport(Exports):
     max_length: int | None = None
     max_batch: int | None = None
     ranks: Sharding = ALONE
+    updates: bool = False
     gains_from: int | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
 
@@ -86,7 +89,8 @@ class PlanReport(Exports):
             "flops": found.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
-            "seconds": self.device.seconds(found.flops, found.moved, found.launches) + self._waited(),
+            "seconds": self.device.seconds(found.flops, found.moved, found.launches) + sum(self._waited()),
+            "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
             "tensor": self.ranks.tensor,
@@ -131,36 +135,51 @@ class PlanReport(Exports):
         return ASSUMED if self.device.kind.type == "cuda" else ASSUMED_HERE
 
     def _host(self) -> dict[str, Any] | None:
-        """What waits on the host between the halves; None where nothing does."""
+        """What waits on the host between the halves; None where nothing does. Its times are None where no rate is known."""
         size, devices = self.prediction.host_bytes, sharing(self.ranks.world)
         if not size:
             return None
-        limit = None if self.limits.host is None else self.limits.host * devices
-        return {"bytes": size, "devices": devices, "bytes_of_all": size * devices, "memory": limit}
+        limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
+        copied = sum(part.copies.left + part.copies.fetched for part in self.prediction.stretches)
+        times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
+        return {
+            "bytes": size,
+            "devices": devices,
+            "bytes_of_all": size * devices,
+            "memory": limit,
+            "copied_bytes": copied,
+            "bytes_per_second": rate,
+            "seconds": None,
+            "waited_seconds": None,
+            **times,
+        }
 
     def _wire(self) -> dict[str, Any] | None:
         """What each device sends in a step; None where it sends nothing."""
-        wire, world = self.prediction.wire, self.ranks.world
+        wire = self.prediction.wire
         if wire is None:
             return None
-        rate = self.device.wire(world)
-        return {**wire, "bytes_per_second": rate, "seconds": wire["bytes"] / rate, "waited_seconds": self._waited()}
+        near, far = self.device.near_and_far
+        seconds = self.device.sending(Traffic(0, wire["bytes"], wire["far_bytes"]))
+        return {**wire, "bytes_per_second": {"near": near, "far": far}, "seconds": seconds, "waited_seconds": self._waited()[0]}
 
-    def _waited(self) -> float:
-        """Seconds in which a device waits for others. With zero1 half of an all-reduce's bytes are sent after the step: it is a
-        reduction of each gradient to the parts, and a gather of updated parameters.
+    def _waited(self) -> tuple[float, float]:
+        """Seconds in which a device waits for others, and for copies to and from the host. With zero1 half of an all-reduce's
+        bytes are sent after the step: it is a reduction of each gradient to the parts, and a gather of updated parameters.
         """
-        stretches = self.prediction.stretches
-        if self.prediction.wire is None:
-            return 0.0
-        rate, late = self.device.wire(self.ranks.world), 0
+        stretches, device = self.prediction.stretches, self.device
+        late = NOTHING
         if self.ranks.shard == ZERO1:
-            late = sum(part.reduced for part in stretches) // 2
-            stretches = tuple(replace(part, reduced=part.reduced // 2) for part in stretches)
-        return late / rate + waited(stretches, lambda part: self.device.seconds(part.flops, part.moved, part.launches), rate)
+            late = added(part.reduced for part in stretches).halved
+            stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
+        computes = Seconds(lambda part: device.seconds(part.flops, part.moved, part.launches), device.sending, device.copying)
+        sent, copied = waited(stretches, computes)
+        return device.sending(late) + sent, copied
 
     def _counted(self) -> str:
         state = self.prediction.peak_by_term.get(OPTIMIZER)
+        if self.updates:
+            return "parameters included, gradients until they are used" + (", and the optimizer's state" if state else "")
         return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
 
     def _counts(self) -> dict[str, tuple[int, int]]:
@@ -227,12 +246,24 @@ class PlanReport(Exports):
                 else f", {in_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
             )
             yield f"  host     {in_bytes(host['bytes'])} wait there for the backward half{every or limit}"
+            yield from self._copied(host)
+
+    def _copied(self, host: dict[str, Any]) -> Iterator[str]:
+        copied, rate = in_bytes(host["copied_bytes"]), host["bytes_per_second"]
+        if rate is None:
+            yield f"           {copied} copied there and back, in a time that is not counted: how fast is not known"
+            return
+        takes, adds = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
+        yield f"           {copied} copied there and back at {in_bytes(int(rate))} per second: {takes}; {adds} of it waited for"
+        yield f"           {ASSUMED_HOST}"
 
     def _sent(self, wire: dict[str, Any] | None) -> Iterator[str]:
         if wire is not None:
-            sent, rate = in_bytes(wire["bytes"]), in_bytes(int(wire["bytes_per_second"]))
+            parts = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
+            rates = {name: in_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
+            sent = " and ".join(f"{in_bytes(size)} {name}, at {rates[name]} per second" for name, size in parts.items() if size)
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
-            yield f"  wire     {sent} sent by each device, {takes} at {rate} per second; {waits} of it waited for"
+            yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
             yield f"           {ASSUMED_WIRE}"
 
     def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:

@@ -10,18 +10,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.cost.terms import CHUNK, INPUTS, KEY_GRADIENTS, KEYS, LOSS, OTHER, STAGE_INPUTS, STATES, STREAM_GRADIENT
+from streamfx.cost.terms import (
+    ATTENTION,
+    CHUNK,
+    EXCHANGED,
+    INPUTS,
+    KEY_GRADIENTS,
+    KEYS,
+    LOSS,
+    OTHER,
+    STAGE_INPUTS,
+    STATES,
+    STREAM_GRADIENT,
+)
 from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.predict import Prediction
 from streamfx.planner.scout import Guess
 
-FIRST_LENGTH = 65536
+FIRST_LENGTH = 65536  # on a device; where inputs of stages wait on the host, several times as many fit
+OFFLOADED = 4
 MOST_TRACES = 6
 CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
 BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
 LEAST_ROWS = 8
-GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, OTHER)
+GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, EXCHANGED, ATTENTION, OTHER)
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 
@@ -73,7 +86,10 @@ def largest(
             best = size, found
         else:
             failed = size
-        size = _between(limits.size(size, found, first.base), best[0] if best else 0, failed, sought.multiple)
+        guess = limits.size(size, found, first.base)
+        if limits.hold(found) and guess - size <= CLOSE * size:
+            break
+        size = _between(guess, best[0] if best else 0, failed, sought.multiple)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break

@@ -20,7 +20,7 @@ from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, held_by, predict
 from streamfx.planner.report import PlanReport
 from streamfx.planner.scout import FEWEST, Guess, first_layers, guessed, of_all
-from streamfx.planner.search import AIM, FIRST_LENGTH, Limits, Sought, largest, least_memory
+from streamfx.planner.search import AIM, FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
 from streamfx.planner.ways import Way, longest, peak_of, ways_of
 from streamfx.report.verdict import CHECKPOINTING, GAIN, why_nothing_streams
@@ -42,7 +42,9 @@ class SoughtBy(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model beside the state of an optimizer; `noted` is told each prediction."""
+    """A step of a model beside the state of an optimizer, which `updates` in the backward pass or behind it; `noted` is told each
+    prediction.
+    """
 
     name: str
     model: nn.Module
@@ -52,11 +54,12 @@ class Step:
     state: int
     noted: Callable[[Prediction], None] | None
     ranks: Sharding
+    updates: bool = False
 
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state)
+            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates)
         if self.noted is not None:
             self.noted(found)
         return found
@@ -72,7 +75,7 @@ class Step:
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
         found = self.at(batch, seq, {**given, **within}, baselines)
-        report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks)
+        report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
         if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
             return report
         if _peaks(found)[1] >= GAIN * found.peak_bytes:
@@ -123,7 +126,7 @@ class Step:
         if max_batch:
             sought, first = Sought(1, lambda size: sequences * size), batch
         else:
-            sought, first = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch), max(seq, self._first_length)
+            sought, first = Sought(LENGTHS * self.ranks.context, lambda _: sequences * batch), max(seq, self._first_length(given))
 
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
@@ -141,11 +144,10 @@ class Step:
         size, found = best
         length, most = (None, size) if max_batch else (size, None)
         others = self.lengths(limits, batch, first) if baselines and not max_batch else {}
-        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, lengths=others)
+        return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates, lengths=others)
 
-    @property
-    def _first_length(self) -> int:
-        return FIRST_LENGTH * self.ranks.context
+    def _first_length(self, given: Mapping[str, Any]) -> int:
+        return FIRST_LENGTH * self.ranks.context * (OFFLOADED if given.get("offload") == "inputs" else 1)
 
 
 def _peaks(found: Prediction) -> tuple[int, int]:

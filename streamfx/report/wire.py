@@ -41,13 +41,22 @@ def bytes_of(wire: Wire) -> int:
     return sum(traffic.bytes for columns in wire.values() for traffic in columns.values())
 
 
+def far_of(wire: Wire) -> int:
+    """Bytes that leave the machine."""
+    return sum(traffic.far for columns in wire.values() for traffic in columns.values())
+
+
 def calls_of(wire: Wire) -> int:
     return sum(traffic.calls for columns in wire.values() for traffic in columns.values())
 
 
 def as_plain(wire: Wire) -> dict[str, dict[str, dict[str, int]]]:
     """In values that JSON knows."""
-    return {half: {name: traffic._asdict() for name, traffic in columns.items()} for half, columns in wire.items()}
+    return {half: {name: _plain(traffic) for name, traffic in columns.items()} for half, columns in wire.items()}
+
+
+def _plain(traffic: Traffic) -> dict[str, int]:
+    return {"calls": traffic.calls, "bytes": traffic.bytes}
 
 
 def of_halves(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
@@ -66,19 +75,24 @@ class Outer:
     reductions: int
 
 
+def halves_of(program: Program, num_outputs: int) -> list[tuple[str, Half]]:
+    """Both halves, or the one that there is."""
+    forward = Half(program.forward, {})
+    if program.backward is None:
+        return [(FORWARD, forward)]
+    saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
+    made = {taken: forward.made_by[node] for taken, node in saved.items() if node in forward.made_by}
+    return [(FORWARD, forward), (BACKWARD, Half(program.backward, made))]
+
+
 def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> Outer:
     """By the name of a loop what is sent for it, and by its chunks."""
-    forward = _Half(program.forward, {})
-    found = [(FORWARD, forward)]
-    if program.backward is not None:
-        saved = handed_over(program.forward.graph, program.backward.graph, num_outputs)
-        made = {taken: forward.made_by[node] for taken, node in saved.items() if node in forward.made_by}
-        found.append((BACKWARD, _Half(program.backward, made)))
+    found = halves_of(program, num_outputs)
     by_loop: dict[str, Wire] = {}
     for name, half in found:
         for loop, sent in half.sent():
             own = by_loop.setdefault(loop, nothing())[name]
-            own[sent.kind] = own[sent.kind].plus(Traffic(1, sent.bytes))
+            own[sent.kind] = own[sent.kind].plus(sent.traffic)
         for loop in half.loops.values():
             if costs[loop].sent.calls:
                 by_loop.setdefault(loop, nothing())[name][IN_LOOPS] = costs[loop].sent
@@ -87,7 +101,7 @@ def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, Loop
 
 
 @dataclass
-class _Half:
+class Half:
     """An outer graph; `made_by` says of a value which loop has made it last, of inputs that of the half before."""
 
     module: fx.GraphModule
@@ -115,14 +129,25 @@ class _Half:
                 self.used_by[node] = min(behind, key=position.__getitem__)
 
     def sent(self) -> Iterable[tuple[str, Sent]]:
-        """What stands between loops, and the loop for which it is sent: where no value tells, the last one in front of it."""
+        """What stands between loops, and the loop for which it is sent."""
+        for node, before in self.between():
+            if (sent := sent_by_node(node)) is not None:
+                yield self.loop_of(node, sent.kind == GATHERS, before), sent
+
+    def between(self) -> Iterable[tuple[fx.Node, str]]:
+        """The operators, each with the last loop in front of it, the first ones with the first loop."""
         before = next(iter(self.loops.values()), "")
-        first_user = {node: self.loops[user] for node, user in self.used_by.items()}
         for node in self.module.graph.nodes:
             before = self.loops.get(node, before)
-            if (sent := sent_by_node(node)) is not None:
-                used, made = first_user.get(node), self.made_by.get(node)
-                yield (used or made if sent.kind == GATHERS else made or used) or before, sent
+            yield node, before
+
+    def loop_of(self, node: fx.Node, is_for_users: bool, before: str) -> str:
+        """The loop for which an operator runs: the first that uses its result, or the last that makes its operands; where no
+        value tells, the last one in front of it.
+        """
+        used, made = self.used_by.get(node), self.made_by.get(node)
+        user = None if used is None else self.loops[used]
+        return (user or made if is_for_users else made or user) or before
 
     def early(self) -> tuple[int, int]:
         """How many reductions begin before the last loop does, and how many there are."""

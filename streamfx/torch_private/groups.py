@@ -28,6 +28,15 @@ def ranks_in(group: Any) -> int:
     return dist.get_world_size(group_called(group) if isinstance(group, str) else group)
 
 
+def members_of(group: Any) -> tuple[int, ...]:
+    """The ranks of a group, given by its name or as itself, in order; none of one that is no more (2.11, 2.13)."""
+    try:
+        found = group_called(group) if isinstance(group, str) else group
+        return tuple(sorted(dist.get_process_group_ranks(found)))
+    except (RuntimeError, ValueError, KeyError):
+        return ()
+
+
 @contextmanager
 def imagined_ranks(world: int, rank: int = 0) -> Iterator[None]:
     """So many ranks of which only this one is there: collectives give results of the right sizes (2.11, 2.13)."""
