@@ -93,8 +93,7 @@ def plan(
         seq, batch: tokens and sequences of a step, on each device; `max_length` or `max_batch` asks for the most that fit.
         memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
         dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
-        optimizer: whose state is counted: "adamw", "adamw8bit", "sgd" or "none".
-        optimizer_in_backward: it updates parameters in the backward pass, and frees their gradients there.
+        optimizer: whose state is counted: "adamw", "adamw8bit", "sgd", "none"; `optimizer_in_backward`: it frees gradients there.
         world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
         tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
         device: whose kernels and rates are planned for: "H100" and others, or "here".
