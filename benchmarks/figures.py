@@ -17,6 +17,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import streamfx
 from streamfx.cli import main as streamfx_command
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="figures whose names hold one of these texts")
     parser.add_argument("--pages", action="store_true", help="make no figures, write those that are there")
+    parser.add_argument("--picture", action="store_true", help="draw the README's timeline anew, too")
     options = parser.parse_args()
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=ROOT)
     commit = described.stdout.strip()  # before any figure is written
@@ -67,6 +69,8 @@ def main() -> None:
             figures[name] = made(command, commit)
             print(f"{name}: {figures[name]}", flush=True)
             FILE.write_text(json.dumps({name: figures[name] for name in COMMANDS if name in figures}, indent=1) + "\n")
+    if options.picture:
+        streamfx.plan("Qwen3-8B", seq=131_072).to_svg(ROOT / "docs" / "timeline.svg")
     for page in PAGES:
         page.write_text(written(page.read_text(), figures))
 
@@ -226,9 +230,41 @@ def in_short(figures: Figures) -> str:
     )
 
 
+PICTURED = "a step of 131,072"
+
+
+def in_a_picture(figures: Figures) -> str:
+    found = figures[PICTURED]
+    other = found["checkpointing"]
+    ours, theirs = found["peak_bytes"] / GIB, other["peak_bytes"] / GIB
+    return (
+        f"A step of Qwen3-8B on {found['length']:,} tokens, all parameters trained, in bfloat16, no optimizer, no offload:\n"
+        f"**{ours:.0f} GiB** at the peak, parameters and gradients included, for {theirs:.0f} GiB with gradient checkpointing:\n"
+        f"{theirs / ours:.1f} times less, in {found['seconds'] / other['seconds']:.2f} of its time, predicted by `streamfx plan`."
+    )
+
+
+BESIDE = {  # what is trained, where, and what others report to have run
+    "Qwen3-8B, every boundary": ("Qwen3-8B, all parameters, one 80 GB GPU", "StreamBP 72K"),
+    "Llama-3.1-8B, nf4": ("Llama-3.1-8B, QLoRA, one 80 GB GPU", "Unsloth 343K"),
+    "Llama-3.1-8B, nf4, 24 GiB": ("the same in 24 GB", "Unsloth 78K"),
+    "GPT-OSS-20B, nf4": ("GPT-OSS-20B, QLoRA, one 80 GB GPU", "Unsloth 290K; 500K with tiled MLP"),
+    "Qwen3-8B, a sequence on 8": ("Qwen3-8B, all, AdamW, offload, eight 80 GB GPUs", "TRL's guide 1.0M"),
+    "Llama-3.1-8B, a sequence on 8": ("Llama-3.1-8B, the same", "ALST 3.7M"),
+    "Llama-3.1-8B, a sequence on 32": ("Llama-3.1-8B, the same on 32", "ALST 15M"),
+}
+
+
+def beside_others(figures: Figures) -> str:
+    lines = ["| trained | tokens, planned | tokens, reported by others |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {figures[name]['length']:,} | {other} |" for name, (what, other) in BESIDE.items())])
+
+
 BLOCKS: dict[str, Callable[[Figures], str]] = {
     "what fits": what_fits,
     "in short": in_short,
+    "in a picture": in_a_picture,
+    "beside others": beside_others,
     "chunks": chunks,
     "divided": divided,
     "in context": in_context,

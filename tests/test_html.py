@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -184,6 +185,16 @@ def test_stairs_show_which_keys_are_seen() -> None:
     assert stairs_of(Span("masked", [None, None]), 64, 32) == [(0, 0, SIDE, SIDE / 2), (0, SIDE / 2, SIDE, SIDE / 2)]
     assert stairs_of(Span("whole", None), 64, 16) == [(0, 0, SIDE, SIDE)]
     assert len(stairs_of(Span("causal", [None, 0]), 1 << 20, 16)) == 12
+
+
+def test_a_picture(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    """For a page that shows images: XML of its own, with names for its lines, and the peak that is told."""
+    drawn = ElementTree.parse(explanation.to_svg(tmp_path / "picture.svg")).getroot()
+    texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"streamfx: {in_bytes(explanation.timeline.peak_bytes)}" in texts
+    names = [course.way for course in explanation.timeline.courses]
+    assert [name for name in names if not any(text.startswith(name) for text in texts)] == []
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == len(names) > 1
 
 
 def test_charts(explanation: streamfx.Explanation) -> None:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from pathlib import Path
 
 from streamfx.report.diagram import Diagram, as_dot, as_mermaid
-from streamfx.report.html import html_of
+from streamfx.report.html import html_of, picture_of
 from streamfx.report.page import Page
 from streamfx.report.paths import written
 from streamfx.report.perfetto import trace_of
@@ -32,6 +32,13 @@ class Exports:
         Raises `ReportError` where the file cannot be written.
         """
         return written(path, html_of(self.page))
+
+    def to_svg(self, path: str | os.PathLike[str]) -> Path:
+        """Write memory over the step, beside other ways of running it, as a picture for a page or a paper. Returns its path.
+
+        Raises `ReportError` where the file cannot be written.
+        """
+        return written(path, picture_of(self.page.timeline))
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
         """Write a predicted trace that ui.perfetto.dev and chrome://tracing open: bytes by term as counters, stages and loops as

@@ -12,7 +12,7 @@ from streamfx.report.page import Page, Span
 from streamfx.report.text import in_flops
 from streamfx.report.timeline import Course, Timeline
 
-TEMPLATE = "report.html.j2"
+TEMPLATE, PICTURE = "report.html.j2", "picture.svg.j2"
 MOST_READ = 1400  # moments of the data that a pointer reads
 SIDE, STAIRS = 132, 12  # of a picture of rows by keys: its size, and how many chunks it shows at most
 
@@ -33,6 +33,11 @@ def html_of(page: Page) -> str:
             data=data_of(timeline),
         )
     )
+
+
+def picture_of(timeline: Timeline) -> str:
+    """Memory over a step by every way that was followed, as one SVG."""
+    return str(_environment().get_template(PICTURE).render(beside=beside_chart(timeline), width=WIDTH)).lstrip()
 
 
 @cache
