@@ -27,6 +27,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.passes.codegen.collective_order import (
+    AS_IT_STANDS,
     order_between_loops,
     order_with_chunks,
     traced_order,
@@ -109,7 +110,7 @@ class _Board:
 def _agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
     facts = _rows_agreed(run, capture, board)
     reduced = groups_of(rows_over_ranks(facts))
-    known_by = {group: values_of_weights(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
+    known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
     compared = [group for group in known_by if group not in reduced]
     for group in reduced if len(reduced) > 1 else ():
         _raise_unless_same(board.read(order_between_loops(facts, group), group))
@@ -120,6 +121,12 @@ def _agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) ->
         for group in groups:
             board.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
     return facts
+
+
+def _known_by(facts: Facts, group: str) -> str:
+    """What an order belongs to. A step of generation, where nothing streams, has one of its own beside that of its prompt."""
+    values = values_of_weights(facts, group)
+    return f"{AS_IT_STANDS}\n{values}" if facts.program is None and not facts.joint.gradients else values
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:

@@ -239,6 +239,14 @@ def test_a_model_is_known_at_all_lengths_and_in_all_chunks(ranks: None) -> None:
     assert known_of(model, 12, save="products") != first
 
 
+@torch.no_grad()
+def test_steps_of_generation_have_an_order_beside_that_of_their_prompt(ranks: None) -> None:
+    """All ranks run a prompt, and then one token after the other, where nothing streams."""
+    model = gathered_decoder()
+    prompt, token = known_of(model, 12), known_of(model, 1)
+    assert prompt == known_of(model, 13) and token == known_of(model, 1) and prompt != token
+
+
 def test_two_models_are_never_one(ranks: None) -> None:
     """What they send is the same, and so are the lines that send it: the order need not be."""
     first, second = gathered_decoder(), gathered_decoder()
