@@ -42,6 +42,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_are_there(page: Path) -> None:
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text())
+    missing = [name for file, name in named if not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M)]
+    assert not missing
+    assert named or page.name != "together.md"
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page that is made of docstrings."""
