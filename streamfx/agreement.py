@@ -51,15 +51,15 @@ def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exch
 
     `asked` says what was asked for, and of which weights; it is this rank's own.
     """
-    board = _Board(capture, exchange or written_by_all, asked)
+    channel = _Channel(capture, exchange or written_by_all, asked)
     try:
-        return _agreed(run, capture, board)
+        return _agreed(run, capture, channel)
     except _Failed as error:
-        board.leave(error.failure)
+        channel.leave(error.failure)
         raise failed_elsewhere(error.failure) from None
     except Exception as error:
         refused = _refused(error)
-        board.leave(failure(refused))  # nobody is to wait for this rank
+        channel.leave(failure(refused))  # nobody is to wait for this rank
         raise refused from (None if refused is error else error)
 
 
@@ -78,7 +78,7 @@ def _refused(error: Exception) -> Exception:
 
 
 @dataclass
-class _Board:
+class _Channel:
     """Where this rank writes for the others of a group. Each text says which graph it is about: the one that was traced, which a
     rank knows also where its analysis fails.
     """
@@ -107,19 +107,19 @@ class _Board:
         return self.capture().joint.graph
 
 
-def _agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
-    facts = _rows_agreed(run, capture, board)
+def _agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+    facts = _rows_agreed(run, capture, channel)
     reduced = groups_of(rows_over_ranks(facts))
     known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
     compared = [group for group in known_by if group not in reduced]
     for group in reduced if len(reduced) > 1 else ():
-        _raise_unless_same(board.read(order_between_loops(facts, group), group))
+        _raise_unless_same(channel.read(order_between_loops(facts, group), group))
     for group in compared:
-        _raise_unless_same(board.read(order_between_loops(facts, group), group, known_by[group]))
+        _raise_unless_same(channel.read(order_between_loops(facts, group), group, known_by[group]))
     groups = [*reduced, *compared]
     for _ in groups[1:]:  # a rank may have refused in another group: each round tells those that are one group further
         for group in groups:
-            board.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
+            channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in compared else None)
     return facts
 
 
@@ -134,15 +134,15 @@ def _raise_unless_same(texts: Sequence[str]) -> None:
         raise other_collectives(*_first_difference(texts))
 
 
-def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, board: _Board) -> Facts:
+def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
     """With the rows that are reduced over ranks where all of these ranks reduce them."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = groups_of(rows)
-    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], board)):
+    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
         return facts
     facts = run(lambda: replace(capture(), apart=DIFFER if len(groups) == 1 else SEVERAL))
-    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], board):
+    if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):
         return facts
     return replace(facts, program=None, stands=STAND)
 
@@ -169,9 +169,9 @@ def groups_of_exchanges(facts: Facts) -> list[str]:
     return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
 
-def is_same_on_all_ranks(facts: Facts, group: str, board: _Board) -> bool:
+def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
     """Whether all ranks of a group run the same collectives, in the same chunks and in the same order."""
-    return len(set(board.read(order_with_chunks(facts, group), group))) == 1
+    return len(set(channel.read(order_with_chunks(facts, group), group))) == 1
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:

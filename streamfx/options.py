@@ -89,15 +89,8 @@ class Options:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ORDERING)
 
 
-ORDERING = (
-    "save",
-    "keep_every",
-    "offload",
-    "memory_budget",
-    "reshard",
-    "gradients",
-)  # what the order of collectives follows from
-
+# what the order of a graph's collectives may follow from
+ORDERING = ("save", "keep_every", "offload", "memory_budget", "reshard", "gradients")
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "save": (*SAVE_LEVELS, "auto"),

@@ -57,7 +57,26 @@ class Ulysses(Layer):
         return all_to_all_single_autograd(sent, None, None, everybody()).permute(2, 1, 0, 3, 4).flatten(2)
 
 
-def error_of(rank: int, kind: type[Layer]) -> float:
+UNEVEN = (20, 12)
+
+
+class Swapped(Layer):
+    """Queries of a rank's own rows, keys and values of all; ranks have other numbers of rows, and send them all to all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rank, count = self.norm(x), dist.get_rank(), x.shape[1]
+        q, k, v = (project(h).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        own = torch.cat([k, v], -1).movedim(2, 0).contiguous()
+        sent = torch.cat([own] * len(UNEVEN)).flatten(1)
+        every = all_to_all_single_autograd(sent, list(UNEVEN), [count] * len(UNEVEN), everybody()).unflatten(1, own.shape[1:])
+        k, v = every.movedim(0, 2).chunk(2, -1)
+        row, column = torch.arange(count) + sum(UNEVEN[:rank]), torch.arange(sum(UNEVEN))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=row[:, None] >= column)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def error_of(rank: int, kind: type[Layer], rows: tuple[int, ...] | None = None) -> float:
     """The largest error of a gradient: each rank has the loss of its own rows."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -65,11 +84,12 @@ def error_of(rank: int, kind: type[Layer]) -> float:
     model: Any = copy.deepcopy(truth)
     for layer in model.layers:
         layer.__class__ = kind
-    data = data_of(0, ROWS * dist.get_world_size())
+    rows = rows or (ROWS,) * dist.get_world_size()
+    data = data_of(0, sum(rows))
     truth(*data).backward()
     run = torch.compile(model, backend="streambp", options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True})
-    own = [part[:, rank * ROWS : (rank + 1) * ROWS] for part in data]
-    (run(*own) / dist.get_world_size()).backward()
+    own = [part.split(rows, 1)[rank] for part in data]
+    (run(*own) * rows[rank] / sum(rows)).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     return worst(model, truth)
@@ -79,3 +99,8 @@ def error_of(rank: int, kind: type[Layer]) -> float:
 @pytest.mark.parametrize("kind", [Gathered, Ulysses])
 def test_gradients_are_those_of_one_process(kind: type[nn.Module]) -> None:
     assert max(on_ranks(error_of, kind)) < 1e-12
+
+
+def test_ranks_with_other_numbers_of_rows_exchange_them_again() -> None:
+    """What is exchanged is made again in the backward half, where the parts are of other sizes, too."""
+    assert max(on_ranks(error_of, Swapped, UNEVEN)) < 1e-12

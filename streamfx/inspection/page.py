@@ -20,7 +20,7 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
     stages = summary["stages"]
     return Page(
         title=title,
-        subtitle=headline(summary).removeprefix("streamfx: "),
+        subtitle=headline(summary),
         verdict=sentence(verdict(ours, others, why_nothing_streams(stages))),
         gains=gains(ours, others) if others else None,
         figures=tuple(_figures(summary, ours, others)),

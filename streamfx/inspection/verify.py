@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.keywords import options_among
+from streamfx.inspection.tracing import original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
-from streamfx.torch_private import FakeTensor, is_compiled, keystr, tree_flatten_with_path, tree_leaves
+from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -54,7 +55,7 @@ def verify(
     >>> found.ok, found.max_error < 1e-12
     (True, True)
     """
-    model = model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    model = original(model)
     asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
     given = resolved(asked)
     _check_functions(model, loss)

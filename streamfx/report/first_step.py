@@ -9,13 +9,13 @@ from contextvars import ContextVar
 from functools import cached_property
 
 from streamfx.budget import in_bytes
-from streamfx.cost.memory import cost_of
-from streamfx.cost.terms import loss_values
 from streamfx.errors import told
 from streamfx.ir.facts import Facts
 from streamfx.log import log
+from streamfx.report.brief import predicted
 from streamfx.report.reasons import why_no_stages
 from streamfx.report.stages import stage_reports
+from streamfx.report.text import how_many_stream
 
 MORE = "streamfx.explain shows more"
 
@@ -39,10 +39,9 @@ class Compiled:
         facts, program = self.facts, self.facts.program
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
-        cost = cost_of(program.forward, program.backward, len(facts.joint.outputs), loss_values(facts))
-        stages = stage_reports(facts, 0, cost.loops)
-        whole = sum(stage.kind == "whole" for stage in stages)
-        streams = f"{whole} of {len(stages)} stages run whole ({MORE})" if whole else "every stage streams"
+        cost = predicted(facts, program)
+        kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
+        streams = how_many_stream(kinds) + (f" ({MORE})" if "whole" in kinds else "")
         rows = sorted({loop.rows for loop in cost.loops.values()})
         chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
         return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"

@@ -51,12 +51,18 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
     return verdict(ours, others, why_nothing_streams(summary["stages"]), counted="memory for activations and gradients")
 
 
+def how_many_stream(kinds: Sequence[str], traced: str = "") -> str:
+    """
+    >>> how_many_stream(["streamed", "whole"]), how_many_stream(["streamed"], "traced ")
+    ('1 of 2 stages run whole', 'every traced stage streams')
+    """
+    whole = kinds.count("whole")
+    return f"{whole} of {len(kinds)} {traced}stages run whole" if whole else f"every {traced}stage streams"
+
+
 def headline(summary: Mapping[str, Any]) -> str:
-    whole = [stage for stage in summary["stages"] if stage["kind"] == "whole"]
     traced = "traced " if any(item["given_up"] for item in summary["break_reasons"]) else ""
-    streams = (
-        f"every {traced}stage streams" if not whole else f"{len(whole)} of {len(summary['stages'])} {traced}stages run whole"
-    )
+    streams = how_many_stream([stage["kind"] for stage in summary["stages"]], traced)
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     return f"{streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
