@@ -15,7 +15,7 @@ from torch import fx
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
-from streamfx.cost.inductor import uses_inductor
+from streamfx.cost.inductor import compiles_whole
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
@@ -34,6 +34,7 @@ from streamfx.passes import run_pipeline
 from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
+from streamfx.passes.partition.by_far import fits_by_far
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief
@@ -91,7 +92,7 @@ def streambp(
         check_mode(mode)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         run = compilation.compile(example_inputs)
-        note(compilation.facts, time.perf_counter() - start)
+        note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_whole)
         return run
 
 
@@ -114,10 +115,16 @@ class Compilation:
     chain: Chain | None = None
     exchange: Exchange | None = None  # with other ranks
     weights: Sequence[int] = ()  # by number, so that two models are told apart
+    is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
         inputs = list(example_inputs)
+        if self.fits_by_far(inputs):
+            self.is_trained_whole = torch.is_grad_enabled() and any(
+                isinstance(it, torch.Tensor) and it.requires_grad for it in inputs
+            )
+            return self._compile_whole(inputs)
         try:
             with tracing_undone():
                 return self._compile(inputs)
@@ -131,7 +138,8 @@ class Compilation:
             if self.options.strict:
                 raise
             log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            self.facts.pop()
+            self.facts[:] = [facts for facts in self.facts if facts.fits != "compiled"]
+            self.is_trained_whole = False
             return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
@@ -156,6 +164,17 @@ class Compilation:
             compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
+
+    def fits_by_far(self, inputs: list[Any]) -> bool:
+        """Whether Inductor is to have the graph, and nothing needs to be traced to see that: a short sequence."""
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
+        is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+        if budget is None or not is_alone or not compiles_whole(self.options, inputs):
+            return False
+        furthest = fits_by_far(self.module.graph, inputs, budget)
+        if furthest:
+            furthest.guard(self.module.graph)
+        return furthest is not None
 
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
@@ -249,7 +268,7 @@ class Compilation:
         """Whether the halves that AOTAutograd would run stay within the budget; raises where Inductor is to have the graph."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
-        compiled = uses_inductor(self.options, facts.joint.graph)
+        compiled = compiles_whole(self.options, [node.meta.get("val") for node in facts.joint.graph.find_nodes(op="placeholder")])
 
         def fits(lengths: Lengths) -> bool:
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 from torch import fx
 
 from streamfx.cost.flops import flops_of_graph
@@ -17,3 +21,9 @@ def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     if options.bodies != "auto":
         return options.bodies == "inductor"
     return flops_of_graph(graph) >= WORTH_COMPILING and has_compiler(device_of(graph).type)
+
+
+def compiles_whole(options: Options, inputs: Iterable[Any]) -> bool:
+    """Whether Inductor gets a graph of these inputs where it fits as it stands: however small, as with `torch.compile` alone."""
+    kinds = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+    return options.bodies == "inductor" or (options.bodies == "auto" and all(map(has_compiler, kinds)))

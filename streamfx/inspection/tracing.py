@@ -248,6 +248,10 @@ class _Watched(Compilation):
         self.call = call
         self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
 
+    def fits_by_far(self, inputs: list[Any]) -> bool:
+        """Not asked: who looks at a step wants to see all of it."""
+        return False
+
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:

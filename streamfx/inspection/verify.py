@@ -238,6 +238,9 @@ def _combined(tensor: Tensor, seed: int) -> Tensor:
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
     """The least precise type that anything is computed in."""
     values = [node.meta.get("val") for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
+    values += [
+        node.meta.get("example_value") for item in compilations for node in item.module.graph.nodes
+    ]  # all there is, if whole
     found = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 

@@ -88,7 +88,7 @@ def dynamic_sizes(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, torch.SymInt
     """The symbols that a graph's inputs have for sizes, the number of each when it was traced, and the size."""
     found: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
+        value = node.meta.get("val", node.meta.get("example_value"))  # AOTAutograd's graphs, and Dynamo's
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
                 found.setdefault(size.node.expr, (int(size.node.hint), size))

@@ -13,7 +13,7 @@ from streamfx.errors import told
 from streamfx.ir.facts import Facts
 from streamfx.log import log
 from streamfx.report.brief import predicted
-from streamfx.report.reasons import why_no_stages
+from streamfx.report.reasons import FITS, why_no_stages
 from streamfx.report.stages import stage_reports
 from streamfx.report.text import how_many_stream
 
@@ -21,9 +21,12 @@ MORE = "streamfx.explain shows more"
 
 
 class Compiled:
-    """A graph of a training step, and the seconds that it took. Its cost is predicted when somebody reads the line."""
+    """A graph of a training step, and the seconds that it took. Its cost is predicted when somebody reads the line.
 
-    def __init__(self, facts: Facts, seconds: float) -> None:
+    `facts` are None for a graph that fits by far, of which nothing was found out.
+    """
+
+    def __init__(self, facts: Facts | None, seconds: float) -> None:
         self.facts, self.seconds = facts, seconds
 
     @cached_property
@@ -36,7 +39,10 @@ class Compiled:
         return f"compiled in {self.seconds:.1f} s: {found}"
 
     def _found(self) -> str:
-        facts, program = self.facts, self.facts.program
+        facts = self.facts
+        if facts is None:
+            return f"nothing streams: {FITS}, and Inductor compiles it; {MORE}"
+        program = facts.program
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
         cost = predicted(facts, program)
@@ -60,9 +66,12 @@ def noted_in(seen: list[Compiled] | None) -> Iterator[None]:
         _noted.reset(token)
 
 
-def note(found: Sequence[Facts], seconds: float) -> None:
-    """Called once for each graph of Dynamo's; graphs without gradients are no step."""
-    training = [facts for facts in found if facts.joint.tangents]
+def note(found: Sequence[Facts], seconds: float, whole: bool = False) -> None:
+    """Called once for each graph of Dynamo's; graphs without gradients are no step. Of a step that Inductor got `whole` before
+    anything was found, there are no facts.
+    """
+    training: list[Facts | None] = [facts for facts in found if facts.joint.tangents]
+    training += [None] if whole else []
     if not training:
         return
     compiled, seen = Compiled(training[-1], seconds), _noted.get()

@@ -29,6 +29,7 @@ WHOLE_GRAPH = (
 )
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
+FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
 NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
 RANKS = "what lies between two such operators streams"
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
@@ -97,7 +98,7 @@ def why_no_stages(facts: Facts) -> str:
     """Why a graph has no stages at all."""
     if facts.fits is not None:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
-        return f"everything fits into the memory budget as it stands, so nothing is cut into chunks{runs}"
+        return f"{FITS}{runs}"
     if facts.failed:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:
