@@ -93,7 +93,7 @@ def test_what_takes_less_memory_takes_what_is_predicted(choice: dict[str, Any]) 
 
 
 def test_what_fits_is_left_as_it_stands() -> None:
-    step = Step(model_of(), memory_budget="1GiB")
+    step = Step(model_of(), memory_budget="1GiB", bodies="eager")
     step.peak()
     (facts,) = step.backend.facts
     assert facts.program is None
@@ -192,13 +192,13 @@ def test_a_container_allows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_budget_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fits into it with the optimizer's state runs as it stands; else it streams, and stays within."""
-    whole = Step(model_of(layers=2), memory_budget="1GiB")
+    whole = Step(model_of(layers=2), memory_budget="1GiB", bodies="eager")
     most = whole.peak()
     trained = sum(parameter.nbytes for parameter in whole.model.parameters())
     monkeypatch.setattr(budget, "memory_of", lambda device: 0)
     for free, is_whole in ((2 * most + STATE * trained, True), (most // 2 + STATE * trained, False)):
         monkeypatch.setattr(budget, "free_on", lambda device, free=free: free)
-        step = Step(model_of(layers=2), memory_budget="auto")
+        step = Step(model_of(layers=2), memory_budget="auto", bodies="eager")
         peak = step.peak()
         assert peak <= free - STATE * trained
         assert (step.backend.facts[0].program is None) == is_whole

@@ -18,7 +18,7 @@ from streamfx.passes.partition.fit import held_bytes
 from tests.support.exactness import recorder
 from tests.support.small import Causal, tokens
 
-CHEAP = {"keep_every": 1, "save": "inputs"}  # one candidate
+CHEAP = {"keep_every": 1, "save": "inputs", "bodies": "eager"}  # one candidate
 
 
 class Calls:
@@ -107,7 +107,7 @@ def test_chunks_of_shorter_sequences_have_no_more_rows() -> None:
 
 
 def test_static_lengths_have_a_plan_each() -> None:
-    calls = Calls(memory_budget="1GiB")
+    calls = Calls(memory_budget="1GiB", bodies="eager")
     (facts,) = (calls.backend.compilations[0].facts for _ in [calls.compiled(tokens(2, 9), tokens(2, 9))])
     assert not facts[-1].lengths
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,8 @@ def train(model, call):
 
 
 model, ids = WithLogits().double(), tokens(2, 37)
-for options in ({"chunk_size": 8}, {"memory_budget": "40KiB", "offload": "inputs"}):
+within = {"memory_budget": "40KiB", "offload": "inputs", "bodies": "eager"}
+for options in ({"chunk_size": 8}, within, *asked):
     torch._dynamo.reset()
     train(model, torch.compile(model, backend="streambp", options=options))
 str(streamfx.explain(model, ids, ids))
@@ -42,8 +45,11 @@ streamfx.verify(model, ids, ids, loss=lambda output: output[0])
 """
 
 
-def test_a_step_under_w_error() -> None:
-    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+@pytest.mark.parametrize(
+    "asked", [(), pytest.param(({"memory_budget": "1GiB"},), marks=pytest.mark.long)], ids=["eager", "Inductor"]
+)
+def test_a_step_under_w_error(asked: tuple[dict[str, str], ...]) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"asked = {asked}\n{PROGRAM}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

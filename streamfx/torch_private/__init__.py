@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -313,9 +314,14 @@ class InductorFailed(Exception):
 
 @contextmanager
 def inductor_runs() -> Iterator[None]:
-    """What fails inside of it is Inductor's failure, and what fails elsewhere is not."""
+    """What fails inside of it is Inductor's failure, and what fails elsewhere is not.
+
+    What torch uses of its own although it is deprecated is no failure, whatever the user makes of warnings (2.13: TorchScript).
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     except Exception as error:
         raise InductorFailed(told(error)) from error
 
