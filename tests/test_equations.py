@@ -64,6 +64,14 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         Case(lambda x: x.new_full((2,), 0.5), (plain(4),)),
         Case(lambda x: torch.full_like(x, 0.5), (plain(4),)),
     ),
+    "constant like a row": (
+        Case(lambda x: torch.zeros_like(x.sin()[:, 0]), (plain(4, 3),)),
+        Case(lambda x: torch.zeros_like(x.sin()), (plain(4, 3),)),
+    ),
+    "turned repetition": (
+        Case(lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(0), (plain(3),)),
+        Case(lambda x: x.sin().unsqueeze(0).expand(4, 3).flip(1), (plain(3),)),
+    ),
     "filled": (CASES["filled"], Case(lambda x: aten.fill(x, x[0]), (plain(4),))),
     "join with nothing": (CASES["with nothing"], CASES["with nothing of a wider type"]),
     "join with constants": (CASES["fills 0.0 0.0 True"], CASES["fills of two signs"]),
@@ -129,7 +137,11 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
 }
 if not IS_STAND_IN:  # the package itself traces for GPUs alone
     SEEN = {name: cases for name, cases in SEEN.items() if "flash package" not in name}
-OTHERWISE = {"flex attention", "result within a result"}  # calls of functions: test_flex, test_whole
+OTHERWISE = {
+    "flex attention",
+    "result within a result",
+    "scan over rows",
+}  # of functions: test_flex, test_whole, test_scan_operators
 
 
 def listing(graph: fx.Graph) -> str:

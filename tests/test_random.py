@@ -40,6 +40,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "features": (32, 34, 36),
     "stages": (0, 1, 2),
     "whole": (0, 1, 2),
+    "scans": (0, 1, 2),
 }
 
 

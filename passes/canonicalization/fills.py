@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_size
+from streamfx.ir.joint import bound_arguments, is_size, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.operators.fillers import fill_of
 
 aten = torch.ops.aten
 FILLED_WITH: dict[Any, Any] = {  # what memory that nobody has written holds is of no use to anybody
@@ -33,3 +34,14 @@ def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
 def filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """fill(x, value) -> full_like(x, value)"""
     return writer.call(aten.full_like.default, *node.args)
+
+
+@equation(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def constant_like_a_row(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """zeros_like(x[:, 0]) -> full(shape, 0), so that nobody has to make x first: recurrences begin so"""
+    row, own = node_argument(node), node.meta["val"]
+    fill = fill_of(node)
+    if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in own.shape):
+        return None
+    number = bool(fill) if own.dtype == torch.bool else fill if own.is_floating_point() else int(fill)
+    return writer.call(aten.full.default, list(own.shape), number, dtype=own.dtype, device=own.device)

@@ -10,8 +10,7 @@ from torch import fx
 from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import Need
-from streamfx.ir.program import CHUNK, Same, Shifted
-from streamfx.ir.recurrence import RecurrencePlan
+from streamfx.ir.program import CHUNK, Rows, Same, Shifted
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import size_of
 from streamfx.passes.codegen.adders import arranged, mean_count
@@ -26,7 +25,8 @@ from streamfx.runtime import scans, single_rows, windows
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.recurrences import Recurrence, Unrolled
+from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -189,9 +189,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (rows,) = builder.operands(node)
     dtype = node.meta["val"].dtype
     what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
-    own = builder.layout.rows(builder.layout.axes.letters[node][dim])  # may have no row in the first chunks, or in the last
-    first = first_in_chunk(own, builder.length)
-    before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
+    before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
     chunk = builder.number(CHUNK)
     known = builder.outer_states(node)
     if builder.reverse == reverse:
@@ -204,29 +202,35 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
-@emits(Recurrence)
+@emits(Unrolled, Scanned)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
-    plan: RecurrencePlan = node.target.plan  # type: ignore[union-attr]
-    layout, rows = builder.layout, plan.axes.rows
+    run: Recurrence = node.target  # type: ignore[assignment]
+    layout, rows = builder.layout, run.axes.rows
     if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
-    first = builder.number(first_in_chunk(layout.rows(layout.axes.letters[node][rows]), builder.length))
+    own = layout.rows(layout.axes.letters[node][rows])
+    before, after = _rows_before(builder, own, run.reverse), _rows_before(builder, own, not run.reverse)
     chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
     known = builder.outer_states(forward) if forward is not None else None
     states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
-    run: Recurrence = node.target  # type: ignore[assignment]
-    if plan.own.reverse:
-        if not builder.reverse or (plan.again is not None and plan.again.carried and known is None):
+    if run.reverse:
+        if not builder.reverse or (run.needs_states and known is None):
             raise RunsWhole(node, NO_STATES)
-        carry, _ = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=False)
-        return builder.graph.call_function(run.retreat, (first, carry, states, chunk, *operands))
+        carry, _ = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=False)
+        return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
     if builder.reverse:
         if known is None:
             raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
-        return builder.graph.call_function(run.resume, (first, states, chunk, *operands))
-    carry, made = builder.carry_of(node, [plan.own.carried], plan.own.dtype, keeps_states=known is None)
-    return builder.graph.call_function(run.advance, (first, carry, made, chunk, *operands))
+        return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
+    carry, made = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=known is None)
+    return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
+
+
+def _rows_before(builder: BodyBuilder, own: Rows, reverse: bool) -> fx.Node:
+    """How many of an axis's rows come before those of the chunk, in the direction in which they follow one another."""
+    first = first_in_chunk(own, builder.length)  # there may be no row in the first chunks, or in the last
+    return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
 
 
 @emits(aten.repeat.default)

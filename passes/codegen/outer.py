@@ -227,9 +227,8 @@ def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
 def first_row(node: fx.Node) -> torch.Tensor:
     """A fake value like a state of a scan: how many chunks leave one is known at run time."""
     if isinstance(node.target, Recurrence):
-        own = node.target.plan.own
         like: torch.Tensor = node.meta["val"][0]
-        return like.new_empty((1, own.carried), dtype=own.dtype)
+        return like.new_empty((1, node.target.carried), dtype=node.target.carry_type)
     dim = bound_arguments(node)["dim"]
     value: torch.Tensor = node.meta["val"]
     with torch.no_grad():

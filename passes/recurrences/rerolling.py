@@ -11,7 +11,7 @@ from streamfx.ir.joint import drop_unused
 from streamfx.passes.operators.traits import is_random
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.recurrences.plans import Half, Planned
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.recurrences import Unrolled
 
 UNROLLED = "streamfx_unrolled"  # in a recurrence's `meta`: the name of a value that its loop left before
 CROSSED = "a loop over rows needs what another one makes, and that one needs what the first makes, so that it stays unrolled"
@@ -27,7 +27,7 @@ def roll(plan: Planned, graph: fx.Graph) -> None:
 def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph) -> fx.Node:
     values = [join.node for join in half.joins] + list(half.finals)
     with graph.inserting_before(graph.output_node()):
-        made = graph.call_function(Recurrence(half.plan), half.operands)  # type: ignore[arg-type]
+        made = graph.call_function(Unrolled(half.plan), half.operands)  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
     made.meta = {**values[0].meta, "val": tuple(value.meta["val"] for value in values), UNROLLED: unrolled_name(half)}
     for result, value in zip(results, values, strict=True):

@@ -1,4 +1,4 @@
-"""A recurrence that was written row by row: which operators belong to which row, and what one row hands to the next.
+"""Recurrences: what one row hands to the next. Of one that was written row by row, which operators belong to which row:
 
     for t in range(T):                          step t:  a_t = a[:, t];  x_t = x[:, t]
         state = a[:, t] * state + x[:, t]                state_t = a_t * state_{t-1} + x_t
@@ -10,12 +10,13 @@ Nothing is assumed about steps being alike: a chunk of rows runs the operators o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from streamfx.ir.signature import Letter, LetterShape
 
@@ -130,4 +131,22 @@ class RecurrencePlan:
     operands: tuple[Number, ...]
     rows: Mapping[Number, int]
     given: Mapping[Number, Number]
+    axes: RecurrenceAxes
+
+
+@dataclass(frozen=True)
+class ScanPlan:
+    """A scan over rows that is one operator: `combine(*carry, *rows, *given)` gives the next carry, and a row of each result.
+
+    Its operands are the first carry, then what has rows (along dimension 0), then what all rows are given; its results are these
+    (`finals`) of the last carry, then rows (along dimension 0).
+    """
+
+    name: str
+    combine: Callable[..., Sequence[Tensor]]
+    carry: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    finals: tuple[int, ...]
+    rows: int
+    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    reverse: bool
     axes: RecurrenceAxes

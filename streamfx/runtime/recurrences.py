@@ -1,4 +1,4 @@
-"""Recurrences that were written row by row, chunk by chunk: a chunk runs the operators of its own rows.
+"""Recurrences, chunk by chunk: a chunk runs its own rows from what the rows before it have left.
 
 What crosses from one row to the next is kept in a `carry`, one vector. The loop of the forward half writes the carry with which
 each chunk starts into `states` [chunks, ...]; the loop of the backward half makes a chunk's values again from there, and carries
@@ -7,6 +7,7 @@ the cotangents on from the last row to the first.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,21 +15,57 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from streamfx.ir.recurrence import Number, Read, RecurrencePlan, Steps, Value
+from streamfx.ir.recurrence import Number, Read, RecurrenceAxes, RecurrencePlan, Steps, Value
 
 Env = dict[Number, Any]
 
 
-class Recurrence:
-    """The operator of a graph that runs a `RecurrencePlan`: called with whole operands it runs all steps."""
+class Recurrence(ABC):
+    """An operator of a graph whose rows follow one another, from the last to the first in `reverse`. Called with whole operands
+    it runs all of them; in a loop a chunk of them, with so many rows `before` these, and `after` them, in its direction.
+    """
+
+    name: str
+    axes: RecurrenceAxes
+    reverse: bool
+    carried: int  # elements of the carry
+    carry_type: torch.dtype
+    needs_states: bool = False  # where it runs in reverse: the states with which chunks of the forward half began
+
+    def __repr__(self) -> str:
+        return f"streamfx.{self.name}"
+
+    @abstractmethod
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """All rows."""
+
+    @abstractmethod
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The chunk's rows, first to last; the carry moves on, and what it was is left in `states`."""
+
+    @abstractmethod
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The chunk's rows, last to first; the carry moves on. `states` are those of the forward half, if it has some."""
+
+    @abstractmethod
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        """The chunk's rows again, first to last, from the state with which it started."""
+
+
+class Unrolled(Recurrence):
+    """One that was written row by row: a chunk runs the operators of its own rows."""
 
     def __init__(self, plan: RecurrencePlan) -> None:
         self.plan = plan
+        self.name, self.axes, self.reverse = plan.name, plan.axes, plan.own.reverse
+        self.carried, self.carry_type = plan.own.carried, plan.own.dtype
+        self.needs_states = plan.again is not None and plan.again.carried > 0
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
-
-    def __repr__(self) -> str:
-        return f"streamfx.{self.plan.name}"
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         env, rows = self._begun(operands)
@@ -38,28 +75,31 @@ class Recurrence:
         run(self.plan.own, env, rows, 0, length)
         return results(self.plan.own, env, 0, length, operands[0])
 
-    def advance(self, first: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """The chunk's rows, from `first` on, in the direction of the loop; the carry moves on."""
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         if states is not None:
             states[chunk].copy_(carry)
-        return self._carried(first, carry, *self._begun(operands), operands[0])
+        return self._carried(before, carry, *self._begun(operands), operands[0])
 
-    def retreat(self, first: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """The chunk's rows of the backward half: those of the forward half again, then the cotangents' steps."""
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The chunk's rows of the forward half again, then the cotangents' steps."""
         env, rows = self._begun(operands)
+        first = self.plan.length - before - self._count(rows)
         if self.plan.again is not None:
             if states is not None:
                 restore(self.plan.again, env, first, states[chunk])
             run(self.plan.again, env, rows, first, first + self._count(rows), keeps=True)
         return self._carried(first, carry, env, rows, operands[0])
 
-    def resume(self, first: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """The chunk's rows again, from the state with which it started."""
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         env, rows = self._begun(operands)
-        stop = first + self._count(rows)
-        restore(self.plan.own, env, first, states[chunk])
-        run(self.plan.own, env, rows, first, stop)
-        return results(self.plan.own, env, first, stop, operands[0])
+        stop = before + self._count(rows)
+        restore(self.plan.own, env, before, states[chunk])
+        run(self.plan.own, env, rows, before, stop)
+        return results(self.plan.own, env, before, stop, operands[0])
 
     def _carried(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
         own, stop = self.plan.own, first + self._count(rows)

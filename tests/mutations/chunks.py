@@ -102,8 +102,8 @@ COPIES = (
         "chunks",
         "a scan begins with the chunk, not with its rows",
         EMITTERS,
-        "before = builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
-        "before = builder.number(1)",
+        "return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
+        "return builder.number(1)",
         ("test_counted_rows.py::test_a_scan_begins_where_its_rows_begin",),
     ),
     Mutation(

@@ -19,6 +19,15 @@ WHOLE = {  # what runs whole in front of the loops of an attention, or behind th
     "middle": "z = z - z.median({time}, keepdim=True).values",
     "counted": "z = z + z.sort({time}).values.cumsum({time}) / t",
 }
+SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of the result is, and which way it goes
+    "decayed": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}",
+    "saturated": "lambda s, r: (0.9 * torch.tanh(s * r) + r, s.cos() - r), {first}, z, dim={time}",
+    "chosen": "lambda s, r: (torch.where(r > 0, 0.9 * s, 0.5 * s) + r, s.sin()), {first}, z, dim={time}",
+    "of sums": "lambda s, r: (0.5 * s + r - r.sum(-1, keepdim=True).sin(), s * s.sum(-1, keepdim=True)), {first}, z, dim={time}",
+    "of two": "lambda s, r: ((0.5 * s[0] + r[1], 0.9 * s[1] + r[0]), s[0] * s[1]), ({first}, {first}), (z, z.tanh()), dim={time}",
+    "weighted": "lambda s, r: (0.5 * s + s @ mixed.t().sigmoid() + r, s * mixed.sum(0)), {first}, z, dim={time}",
+    "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
+}
 Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
 
 
@@ -96,6 +105,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             w.line(f"z = z + z.cumsum({time}) / (at + 1).view(t{shape})")
         case "recurrence":
             _recur(w, time)
+        case form if form in SCANS:
+            _scan(w, form, i, time)
         case whole if whole in WHOLE:
             w.line(WHOLE[whole].format(time=time))
 
@@ -118,6 +129,18 @@ def _recur(w: Writer, time: int) -> None:
         "    states.append(state)",
         f"z = torch.stack(states, {time})" + (f" + 0.1 * before.unsqueeze({time})" if seed % 2 else ""),
     )
+
+
+def _scan(w: Writer, form: str, i: int, time: int) -> None:
+    """A scan; the last state may be for all rows, and the first one learned."""
+    d, seed = w.decoder.width, w.decoder.seed
+    shown = f"z.select({time}, 0)"
+    first = f"{shown}.new_zeros({shown}.shape)" if seed % 3 else f"({shown} * {w.parameter(f'first{i}', d)}).contiguous()"
+    if "mixed" in SCANS[form]:
+        w.line(f"mixed = {w.parameter(f'mixed{i}', d, d)}")
+    w.line(f"last, z = scan({SCANS[form].format(first=first, time=time)})")
+    if seed % 2:
+        w.line(f"z = z + 0.1 * ({'last[0]' if form == 'of two' else 'last'}).unsqueeze({time})")
 
 
 def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -43,7 +45,8 @@ class Failure:
 
 def run(decoder: Decoder) -> Report:
     """Execute the program and compare with eager; raises where they differ."""
-    names: dict[str, Any] = {"__name__": "random_decoder"}
+    module = sys.modules["random_decoder"] = ModuleType("random_decoder")  # Dynamo looks a program's functions up there
+    names: dict[str, Any] = vars(module)
     exec(compile(program(decoder), "<random decoder>", "exec"), names)
     try:
         eager = leaves(names["model"](**names["inputs"]))

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.blocks import WHOLE
+from tests.random_decoders.blocks import SCANS, WHOLE
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -132,6 +132,20 @@ def _whole(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", **lengths)
 
 
+def _scans(decoder: Decoder, random: Random) -> Decoder:
+    """A loop over rows that is one operator, whose steps are functions; often of any length."""
+    layers = [
+        replace(decoder.layers[0], mixer=random.choice(list(SCANS)), **drawn(Layer, random, "core", "mlp", "wiring"))
+        for _ in range(random.choice((1, 2)))
+    ]
+    lengths = (
+        {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))} if random.random() < 0.3 else {"calls": "one"}
+    )
+    return replace(
+        decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", compiled=True, **lengths
+    )
+
+
 def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
     own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), random, extras)
     return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
@@ -183,6 +197,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "halves": partial(_beside, extras=HALVES),
     "stages": _stages,
     "whole": _whole,
+    "scans": _scans,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -200,6 +215,7 @@ OFTEN = (
     "views",
     "stages",
     "whole",
+    "scans",
 )
 
 

@@ -1,16 +1,17 @@
-"""Recurrences that `passes/recurrences/detection.py` has found: their rows follow one another like those of a scan."""
+"""Recurrences, those that `passes/recurrences/detection.py` has found and scans: their rows follow one another."""
 
 from __future__ import annotations
 
 from streamfx.ir.signature import Scan, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.recurrences import Recurrence, Unrolled
+from streamfx.runtime.scanned import Scanned
 
 
-@rule(Recurrence)
+@rule(Unrolled, Scanned)
 def recurrence(call: Call) -> Signature:
     """Whole along all axes but that of the steps, which a loop in their direction carries along."""
-    plan = call.node.target.plan  # type: ignore[union-attr]
-    axes = plan.axes
+    run: Recurrence = call.node.target  # type: ignore[assignment]
+    axes = run.axes
     letters = Signature(axes.operands, axes.results).letters()
-    return Signature(axes.operands, axes.results, {**whole(*letters), axes.rows: Scan(plan.own.reverse)})
+    return Signature(axes.operands, axes.results, {**whole(*letters), axes.rows: Scan(run.reverse)})

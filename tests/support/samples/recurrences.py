@@ -5,18 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from streamfx.ir.recurrence import Final, Instruction, Join, Operation, Read, RecurrenceAxes, RecurrencePlan, Slot, Steps, Value
-from streamfx.runtime.recurrences import Recurrence
+from streamfx.ir.recurrence import (
+    Final,
+    Instruction,
+    Join,
+    Operation,
+    Read,
+    RecurrenceAxes,
+    RecurrencePlan,
+    ScanPlan,
+    Slot,
+    Steps,
+    Value,
+)
+from streamfx.runtime.recurrences import Unrolled
+from streamfx.runtime.scanned import Scanned
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten
 FIRST = 0
 
 
-@sample(Recurrence)
+@sample(Unrolled)
 def decayed_sum(s: Sizes) -> tuple[Any, ...]:
-    return Recurrence(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
+    return Unrolled(plan(s)), s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d), s.draw(s.b, s.d)
 
 
 def plan(s: Sizes) -> RecurrencePlan:
@@ -48,3 +62,20 @@ def plan(s: Sizes) -> RecurrencePlan:
         {-1: FIRST},
         RecurrenceAxes((rows, rows, state), (rows, state), 0),
     )
+
+
+@sample(Scanned)
+def scanned_sum(s: Sizes) -> tuple[Any, ...]:
+    """The same as one operator: a state, two operands with rows, and what all rows are given."""
+    return Scanned(scan_plan(s)), s.draw(s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.d)
+
+
+def scan_plan(s: Sizes) -> ScanPlan:
+    def step(state: Tensor, decay: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        state = decay * state * weight + row
+        return state, state * row
+
+    row = ((s.b, s.d), torch.float64)
+    rows, state = ((0,), (1,), (2,)), ((1,), (2,))
+    axes = RecurrenceAxes((state, rows, rows, ((2,),)), (state, rows), 0)
+    return ScanPlan("scanned_sum", step, (row,), (0,), 2, (row,), False, axes)

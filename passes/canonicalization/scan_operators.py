@@ -1,0 +1,278 @@
+"""PyTorch's `scan` as an operator whose rows follow one another: what is carried from row to row is known, and its direction.
+
+What a step makes of that alone which all rows are given is the same for each row: it is made once, and the rows of a result
+repeat it. The backward half of a scan is a scan, too, over such results: PyTorch stacks a weight that its steps need as often as
+there are rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from streamfx.ir.joint import is_tensor, node_argument, shape_of_node
+from streamfx.ir.recurrence import RecurrenceAxes, ScanPlan
+from streamfx.ir.signature import LetterShape
+from streamfx.ir.structure import structure
+from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.equation import equation, results_in_use
+from streamfx.passes.operators.aliasing import is_view
+from streamfx.passes.operators.traits import READS_STRIDES, is_random
+from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.scanned import Scanned
+from streamfx.torch_private import SCAN, OpOverload
+
+aten = torch.ops.aten
+ROWS = 0  # the letter of what follows one another
+
+
+@dataclass(frozen=True)
+class Step:
+    """The operators of one row: they take what is carried, a row of each operand that has rows, and what all rows are given; they
+    make what is carried on, and a row of each result.
+    """
+
+    graph: fx.Graph
+    carried: int
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> Sequence[fx.Node]:
+        return self.graph.output_node().args[0]  # type: ignore[return-value]
+
+    @property
+    def operators(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    def arranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> Step:
+        """The same operators with the inputs in another order, and with these of their results."""
+        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in (*inputs, *self.operators):
+            known[node] = graph.node_copy(node, known.__getitem__)
+        graph.output(tuple(known[result] for result in results))
+        graph.eliminate_dead_code()
+        return Step(graph, self.carried)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A call of `scan`: the operands of each kind."""
+
+    step: Step
+    first: tuple[fx.Node, ...]
+    rows: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        return (*self.first, *self.rows, *self.given)
+
+
+@equation(SCAN)
+def scan_over_rows(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
+    """scan(step, first, rows, given) -> scan(first, rows, given), from the last row to the first where the rows were turned"""
+    call, parts = _read(node), results_in_use(node)
+    if call is None or parts is None:
+        return None
+    made = _without_steps(call, [number for number in parts if number >= call.step.carried], writer)
+    wanted = [number for number in parts if number not in made]
+    if wanted:
+        made |= _scanned(_with_repeated_given(call), wanted, writer)
+    return {part: made[number] for number, users in parts.items() for part in users}
+
+
+@equation(aten.flip.default)
+def turned_repetition(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """flip(expand(x)) -> expand(x), where one row is repeated"""
+    inner = node_argument(node)
+    return inner if _turned_along(node) == {0} and _repeated(inner) is not None else None
+
+
+# -- reading a call
+
+
+def _read(node: fx.Node) -> Scan | None:
+    """A call whose step computes alone: what it draws, writes to, or asks of memory is not looked into."""
+    function, *groups = node.args
+    module = function.meta.get("streamfx_graph") if isinstance(function, fx.Node) else None
+    first, rows, given = (tuple(group) for group in groups)  # type: ignore[arg-type]
+    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *given)):
+        return None
+    call = Scan(Step(module.graph, len(first)), first, rows, given)
+    is_known = len(call.step.inputs) == len(call.operands) and all(map(_computes, call.step.operators))
+    return Scan(_with_views(call.step), first, rows, given) if is_known and all(map(_has_shape, call.step.results)) else None
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether an operator of a step makes the same of the same numbers, wherever they lie."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target.namespace in ("aten", "prims")
+        and node.target not in READS_STRIDES
+        and not node.target._schema.is_mutable
+        and not is_random(node)
+    )
+
+
+def _has_shape(result: Any) -> bool:
+    """Whether a step's result is a tensor whose shape does not change from call to call."""
+    return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta["val"].shape)
+
+
+def _with_views(step: Step) -> Step:
+    """Nothing writes to what a step makes: its copies of views may be views, which copy where they have to."""
+    made = step.arranged(step.inputs, step.results)
+    for node in made.operators:
+        viewed = _view_of(node.target)
+        node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
+    return made
+
+
+def _view_of(target: Any) -> Any:
+    """t_copy -> t"""
+    if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
+        return target
+    viewed = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
+    return viewed if isinstance(viewed, OpOverload) and is_view(viewed) else target
+
+
+# -- what needs no steps
+
+
+def _without_steps(call: Scan, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """Rows of results that are those of an operand, or that are all the same."""
+    found: dict[int, fx.Node] = {}
+    start, stop = len(call.first), len(call.first) + len(call.rows)
+    operands = dict(zip(call.step.inputs, call.operands, strict=True))
+    changing = _following_from(call.step, call.step.inputs[:stop])
+    for number in numbers:
+        source = _copied(call.step.results[number])
+        if source in call.step.inputs[start:stop]:
+            found[number] = operands[source]
+        elif source not in changing:
+            row = writer.call(aten.unsqueeze.default, _made_once(source, operands, writer), 0)
+            length = size_arguments(call.rows[0], writer)[0]
+            found[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
+    return found
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The value that a step's result is a plain copy of."""
+    while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
+        node = node_argument(node)
+    return node
+
+
+def _following_from(step: Step, inputs: Sequence[fx.Node]) -> set[fx.Node]:
+    found = set(inputs)
+    for node in step.operators:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _made_once(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+    """What a step makes of that which all rows are given, outside of the steps."""
+    if value not in known:
+        for source in value.all_input_nodes:
+            _made_once(source, known, writer)
+        args, kwargs = fx.node.map_arg((value.args, value.kwargs), known.__getitem__)
+        known[value] = writer.call(value.target, *args, **kwargs)
+    return known[value]
+
+
+# -- what all rows are given
+
+
+def _with_repeated_given(call: Scan) -> Scan:
+    """A call whose operands with equal rows are given to all rows."""
+    start, stop = len(call.first), len(call.first) + len(call.rows)
+    inputs = call.step.inputs
+    one = {place: _repeated(rows) for place, rows in zip(inputs[start:stop], call.rows, strict=True)}
+    if None not in one.values():  # without rows nobody would know how many there are
+        return call
+    own = dict(zip(inputs[start:stop], call.rows, strict=True))
+    kept = [place for place in one if one[place] is None]
+    moved = [place for place in one if one[place] is not None]
+    order = [*inputs[:start], *kept, *inputs[stop:], *moved]
+    given = (*call.given, *(one[place] for place in moved))
+    return Scan(call.step.arranged(order, call.step.results), call.first, tuple(own[place] for place in kept), given)  # type: ignore[arg-type]
+
+
+def _repeated(rows: fx.Node) -> fx.Node | None:
+    """x of expand(unsqueeze(x, 0)): what each row is."""
+    if rows.target is not aten.expand.default:
+        return None
+    row = node_argument(rows)
+    is_one = row.target is aten.unsqueeze.default and row.args[1] == 0
+    value = node_argument(row) if is_one else None
+    return value if value is not None and shape_of_node(value) == shape_of_node(rows)[1:] else None
+
+
+# -- writing it
+
+
+def _scanned(call: Scan, wanted: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """These results of a call, of an operator that runs the steps."""
+    carried = call.step.carried
+    finals, left = [n for n in wanted if n < carried], [n for n in wanted if n >= carried]
+    reverse = any(_is_turned(rows) for rows in call.rows)
+    results = [*call.step.results[:carried], *(call.step.results[number] for number in left)]
+    rows = tuple(_turned(item, writer) if reverse else item for item in call.rows)
+    call = Scan(call.step.arranged(call.step.inputs, results), call.first, rows, call.given)
+    scanned = writer.call(Scanned(_plan(call, tuple(finals), reverse)), *call.operands)
+    made = {number: writer.call(operator.getitem, scanned, place) for place, number in enumerate((*finals, *left))}
+    return {number: _turned(value, writer) if reverse and number >= carried else value for number, value in made.items()}
+
+
+def _plan(call: Scan, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
+    step, carried = call.step, call.step.carried
+    kinds = [(tuple(result.meta["val"].shape), result.meta["val"].dtype) for result in step.results]
+    name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
+    combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
+    axes = _letters(call, [kinds[number][0] for number in finals], [shape for shape, _ in kinds[carried:]])
+    return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
+
+
+def _letters(call: Scan, finals: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> RecurrenceAxes:
+    """Each dimension has a letter of its own, but for rows: what a step does along the others is not looked into."""
+    letters = count(ROWS + 1)
+
+    def own(sizes: Sequence[Any]) -> LetterShape:
+        return tuple((next(letters),) if size != 1 else () for size in sizes)
+
+    def with_rows(sizes: Sequence[Any]) -> LetterShape:
+        return ((ROWS,), *own(sizes))
+
+    operands = (
+        *(own(shape_of_node(item)) for item in call.first),
+        *(with_rows(shape_of_node(item)[1:]) for item in call.rows),
+        *(own(shape_of_node(item)) for item in call.given),
+    )
+    return RecurrenceAxes(operands, (*map(own, finals), *map(with_rows, made)), ROWS)
+
+
+def _is_turned(rows: fx.Node) -> bool:
+    return rows.target is aten.flip.default and _turned_along(rows) == {0}
+
+
+def _turned(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+    return node_argument(rows) if _is_turned(rows) else writer.call(aten.flip.default, rows, [0])
+
+
+def _turned_along(flip: fx.Node) -> set[int]:
+    rank = max(len(shape_of_node(flip)), 1)
+    dims: Any = flip.args[1]
+    return {dim % rank for dim in dims}

@@ -1,0 +1,52 @@
+"""Scans over rows that are one operator: what is carried, in which direction, and what is the same for all rows."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+READ, RUN = "passes/canonicalization/scan_operators.py", "streamfx/runtime/scanned.py"
+STREAMS = "test_scan_operators.py::test_rows_follow_one_another"
+LAST = "test_scan_operators.py::test_the_last_state"
+
+ROWS = (
+    Mutation(
+        "scans",
+        "each chunk begins with the first state",
+        RUN,
+        "first if before == 0 else self._restored(carry)",
+        "first",
+        (STREAMS,),
+    ),
+    Mutation(
+        "scans",
+        "each chunk leaves its last state",
+        RUN,
+        "value if is_last else torch.zeros_like(value) for value in finals",
+        "value for value in finals",
+        (LAST,),
+    ),
+    Mutation(
+        "scans",
+        "rows from the last to the first are left in that order",
+        RUN,
+        "            steps.reverse()\n",
+        "            pass\n",
+        (STREAMS,),
+    ),
+    Mutation(
+        "scans",
+        "a step that draws is looked into",
+        READ,
+        "        and not is_random(node)\n",
+        "",
+        ("test_scan_operators.py::test_what_a_step_draws_is_not_looked_into",),
+    ),
+    Mutation(
+        "scans",
+        "what follows from the carry is the same for all rows",
+        READ,
+        "changing = _following_from(call.step, call.step.inputs[:stop])",
+        "changing = _following_from(call.step, call.step.inputs[start:stop])",
+        (STREAMS,),
+    ),
+)
