@@ -6,33 +6,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import streamfx
+from tests.support.snippets import has_snippets, ran
 from tests.support.spread import only
 
 ROOT = Path(__file__).parents[1]
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWING = {page.name: page for page in PAGES if SNIPPET.search(page.read_text())}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.parent.name != "recipes"}  # tests/test_recipes.py
 
 
 @pytest.mark.parametrize("name", only([name for name in SHOWING if name != "trainers.md"], SHOWING))
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = SHOWING[name]
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    text, namespace = page.read_text(), dict[str, Any]()
-    for snippet in SNIPPET.finditer(text):
-        line = text[: snippet.start(1)].count("\n")
-        source = "\n" * line + snippet[1]  # in a file of its own: Dynamo reads the file of what it compiles as Python
-        (file := tmp_path / f"{page.stem}_{line}.py").write_text(source)
-        exec(compile(source, str(file), "exec"), namespace)
-    torch._dynamo.reset()
+    ran(SHOWING[name], tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,22 @@ def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).resolve() == tmp_path.resolve()
+
+
+def test_metadata_says_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
+    metadata = message_from_string(text)
+    classifiers = metadata.get_all("Classifier") or []
+    assert "Typing :: Typed" in classifiers
+    assert metadata["License-Expression"] == "Apache-2.0" and not [name for name in classifiers if name.startswith("License ::")]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    known = pytest.importorskip("trove_classifiers").classifiers
+    assert set(classifiers) <= known, "an index refuses what it does not know"
+
+
+def test_citation_names_this_version(wheel: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert f"streamfx-{citation['version']}-" in wheel.name
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()

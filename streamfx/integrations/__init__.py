@@ -1,17 +1,30 @@
 """One call for the trainer that is already there: `streamfx.enable(trainer_or_model, chunk_size=1024)`.
 
-No library is imported here: trainers and models are known by what they have, not by what they are called.
+No library is imported here: trainers and models are known by what they have, not by what they are called. `StreamCallback`, which
+is a class of transformers', is imported at its first use.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import ORIGIN, Enabled, check_dynamic
 from streamfx.options import merged
 
-__all__ = ["Enabled", "disable", "enable"]
+if TYPE_CHECKING:
+    from streamfx.integrations.callback import StreamCallback
+
+__all__ = ["Enabled", "StreamCallback", "disable", "enable"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs a library, imported at its first use (PEP 562)."""
+    if name != "StreamCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from streamfx.integrations.callback import StreamCallback
+
+    return StreamCallback
 
 
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> Enabled:
@@ -25,7 +38,7 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
     Enabling once more with the same options changes nothing, and returns what is there. Other options take the place of the
     first ones, with a warning, and the next call compiles anew.
 
-    Takes:
+    Args:
         trainer_or_model: the model, or the trainer once it is made.
         dynamic: as in `torch.compile`; by default lengths become dynamic at the second one seen, so that all share one graph.
         options: the backend's, as a dictionary or `streamfx.Options`.
@@ -38,12 +51,13 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
         IntegrationError: it was given something that cannot be compiled in place, or that is compiled by something else.
         OptionError: an option that does not exist, or a value that it cannot have. Nothing is changed in either case.
 
-    >>> import torch, streamfx
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
-    >>> print(streamfx.enable(model, chunk_size=16))
-    streamfx: on; options {'chunk_size': 16}
-      model (Sequential): the whole model, with its loss; 0 calls through streambp, 0 as they were
-    >>> streamfx.disable(model)
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        >>> print(streamfx.enable(model, chunk_size=16))
+        streamfx: on; options {'chunk_size': 16}
+          model (Sequential): the whole model, with its loss; 0 calls through streambp, 0 as they were
+        >>> streamfx.disable(model)
     """
     given = merged(options, keywords, ORIGIN)
     check_dynamic(dynamic)
@@ -55,18 +69,19 @@ def disable(trainer_or_model: Any) -> None:
 
     What was enabled together is disabled together. Where nothing is enabled, nothing happens.
 
-    Takes:
+    Args:
         trainer_or_model: what was given to `enable`, or a model or trainer that holds it, or that it holds.
 
     Raises:
         IntegrationError: it was given neither a module nor a trainer that has one.
 
-    >>> import torch, streamfx
-    >>> model = torch.nn.Linear(8, 8)
-    >>> enabled = streamfx.enable(model)
-    >>> streamfx.disable(model)
-    >>> enabled.is_enabled
-    False
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Linear(8, 8)
+        >>> enabled = streamfx.enable(model)
+        >>> streamfx.disable(model)
+        >>> enabled.is_enabled
+        False
     """
     for one in enabled_in(trainer_or_model):
         one.disable()

@@ -1,0 +1,29 @@
+"""Runs the Python snippets of a page, one after the other in one namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def has_snippets(page: Path) -> bool:
+    return SNIPPET.search(page.read_text()) is not None
+
+
+def ran(page: Path, folder: Path) -> dict[str, Any]:
+    """What the snippets of a page leave behind. Each is a file in a folder: Dynamo reads the file of what it compiles."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    text, namespace = page.read_text(), dict[str, Any]()
+    for snippet in SNIPPET.finditer(text):
+        line = text[: snippet.start(1)].count("\n")
+        source = "\n" * line + snippet[1]  # as far down as in the page, so that errors name its line
+        (file := folder / f"{page.stem}_{line}.py").write_text(source)
+        exec(compile(source, str(file), "exec"), namespace)
+    torch._dynamo.reset()
+    return namespace
