@@ -15,6 +15,7 @@ from streamfx.errors import (
     OptionError,
     OverBudget,
     PlanError,
+    ProfileError,
     RanksDiffer,
     ReportError,
     RuleError,
@@ -28,6 +29,7 @@ from streamfx.options import Options, configure
 if TYPE_CHECKING:
     from streamfx.backend import streambp
     from streamfx.inspection.explain import Explanation, explain
+    from streamfx.inspection.profile import Profile, profile
     from streamfx.inspection.verify import Verification, verify
     from streamfx.integrations import Enabled, disable, enable
     from streamfx.planner.plan import plan
@@ -49,6 +51,8 @@ __all__ = [
     "OverBudget",
     "PlanError",
     "PlanReport",
+    "Profile",
+    "ProfileError",
     "RanksDiffer",
     "ReportError",
     "RuleError",
@@ -62,6 +66,7 @@ __all__ = [
     "enable",
     "explain",
     "plan",
+    "profile",
     "register_rule",
     "streambp",
     "verify",
@@ -71,6 +76,8 @@ _LAZY = {
     "streambp": "streamfx.backend",
     "Explanation": "streamfx.inspection.explain",
     "explain": "streamfx.inspection.explain",
+    "Profile": "streamfx.inspection.profile",
+    "profile": "streamfx.inspection.profile",
     "Verification": "streamfx.inspection.verify",
     "verify": "streamfx.inspection.verify",
     "Enabled": "streamfx.integrations",

@@ -16,18 +16,16 @@ from streamfx.agreement import Exchange, run_agreed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
-from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
-from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
 from streamfx.lazy import Deferral, defer_outputs
 from streamfx.lazy.outputs import WithDeferred
 from streamfx.lazy.rebuild import Cut
-from streamfx.lazy.uses import is_cut, made_between, numel_of
+from streamfx.lazy.uses import bytes_of_results, is_cut, made_between, numel_of, rows_at_work
 from streamfx.log import log
 from streamfx.options import Options, check_mode, resolved
 from streamfx.passes import run_pipeline
@@ -36,12 +34,15 @@ from streamfx.passes.operators.collectives import has_collectives, has_unused_wa
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
+from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
-from streamfx.report.brief import log_brief
+from streamfx.report.brief import log_brief, priced
 from streamfx.report.first_step import note
+from streamfx.report.no_gain import tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_strict, tell_of_whole_graph
-from streamfx.runtime.inductor import blame
+from streamfx.report.reasons import check_strict
+from streamfx.report.stages import place_loops
+from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.stagewise import Chain, InStages
 from streamfx.torch_private import (
@@ -71,14 +72,6 @@ NOT_DEFERRED = (
     "Please report this; strict=True raises the error instead."
 )
 
-BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
-PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
-
-NOT_COMPILED = (
-    "a graph that fits into the memory budget as it stands is run without a compiler: %s. "
-    'The result is exact; bodies="eager" asks for this without the attempt.'
-)
-
 
 class FitsWhole(Exception):
     """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
@@ -87,11 +80,31 @@ class FitsWhole(Exception):
 def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The backend: a Dynamo graph and its inputs in, a callable with the same results out."""
+    """The backend: a Dynamo graph and its inputs in, a callable with the same results out. `torch.compile` calls it.
+
+    Args:
+        module: what Dynamo has traced.
+        example_inputs: what it is called with, as fake tensors.
+        options: a dictionary of options, or `streamfx.Options`.
+        mode: None or "default": modes are settings of Inductor.
+
+    Returns:
+        A function of the same inputs, whose gradients are made in chunks of the sequence.
+
+    Raises:
+        OptionError: an option that does not exist, a value that it cannot have, or a mode.
+        NotStreamed, OverBudget: what `strict=True`, or `memory_budget`, asks for cannot be.
+
+    Example:
+        >>> import torch
+        >>> model = torch.compile(torch.nn.Linear(8, 8), backend="streambp", options={"chunk_size": 16})
+        >>> model(torch.randn(1, 64, 8)).square().mean().backward()
+    """
     with raised_as_itself(module.graph):
         check_mode(mode)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
-        run = compilation.compile(example_inputs)
+        with doing("tracing", compilation.options.progress):
+            run = compilation.compile(example_inputs)
         note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_whole)
         return run
 
@@ -133,7 +146,8 @@ class Compilation:
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
         try:
-            return compile_whole(self.module, inputs)
+            with doing("compiling", self.options.progress):
+                return compile_whole(self.module, inputs)
         except Exception as error:
             if self.options.strict:
                 raise
@@ -250,8 +264,8 @@ class Compilation:
             if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture)
+        tell_of_no_gain(facts, self.options)
         if facts.program is None:
-            tell_of_whole_graph(facts)
             return plain()
         return facts.program.forward, known(facts.program.backward)
 
@@ -287,6 +301,7 @@ class Compilation:
     def found(self, facts: Facts) -> None:
         """Keep and log the facts of a graph; have calls that are longer than its plan was shown to hold for planned anew."""
         self.facts.append(facts)
+        place_loops(facts)
         log_brief(facts)
         if facts.lengths:
             log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
@@ -294,7 +309,7 @@ class Compilation:
 
     def deferred_bytes(self) -> int:
         """Bytes of the outputs that are made when they are touched."""
-        return 0 if self.deferred is None else max(0, _result_bytes(self.module) - _result_bytes(self.deferred.module))
+        return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
 
     def hand_over(self) -> None:
         """Let Inductor have the graph as Dynamo gave it."""
@@ -303,7 +318,10 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}")
+            with doing("planning", self.options.progress):
+                facts = run_agreed(
+                    self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}"
+                )
             check_strict(facts, self.options)
         except (OverBudget, NotStreamed, RanksDiffer):
             raise
@@ -327,7 +345,9 @@ class Compilation:
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.keep_out(inputs_in_results())
-        return OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
+        runner = OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
+        runner.about = priced(self.facts[-1]) if self.facts else None
+        return runner
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runner = OuterRunner(module, is_backward=True)
@@ -375,14 +395,5 @@ class Uses:
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
         """The size asked for; if that is left open, a power of two, which many lengths share."""
-        for asked in (self.options.loss_chunk_size, self.options.chunk_size):
-            if isinstance(asked, int):
-                return asked
-        row_bytes = BYTES_AT_WORK * -(-numel // max(length, 1))
-        most = max(LEAST_ROWS, max(LEAST_WORKING_SET, numel // PARTS) // max(row_bytes, 1))
-        return 1 << (most.bit_length() - 1)
-
-
-def _result_bytes(module: fx.GraphModule) -> int:
-    """Bytes of what a graph of Dynamo's returns."""
-    return sum(bytes_like(node.meta.get("example_value")) for node in outputs_of(module.graph) if isinstance(node, fx.Node))
+        asked = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
+        return next(asked, None) or rows_at_work(numel, length)

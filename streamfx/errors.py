@@ -10,7 +10,24 @@ LONGEST = 300  # letters of what another's error says
 
 
 class StreamFXError(Exception):
-    """Base of all errors that streamfx raises on purpose."""
+    """Base of all errors that streamfx raises on purpose.
+
+    Args:
+        asked: what was asked for, and cannot be.
+        found: what was found instead.
+        where: the place: a file, a rank, a line of the model's code.
+        do: what helps.
+
+    Example:
+        >>> import streamfx
+        >>> try:
+        ...     streamfx.Options(bodies="inductr")
+        ... except streamfx.StreamFXError as error:
+        ...     print(error)
+        option 'bodies' of streamfx.Options(...) cannot be 'inductr'
+          found 'inductr' (str)
+          do    did you mean 'inductor'? allowed: 'eager', 'inductor', 'auto'
+    """
 
     def __init__(self, asked: str, found: str = "", where: str = "", do: str = "") -> None:
         self.asked, self.found, self.where, self.do = asked, found, where, do
@@ -29,22 +46,58 @@ class OptionError(StreamFXError, ValueError):
 
     Options come from `torch.compile(..., options={...})`, `streamfx.configure(...)` and the environment variable
     `STREAMFX_OPTIONS`; all three are checked before anything is compiled.
+
+    Example:
+        >>> import streamfx
+        >>> try:
+        ...     streamfx.configure(chunksize=512)
+        ... except streamfx.OptionError as error:
+        ...     print(error.asked)
+        streamfx.configure(...) has no option 'chunksize'
     """
 
 
 class RuleError(StreamFXError, ValueError):
-    """A rule for an operator that cannot be: see `streamfx.register_rule`."""
+    """A rule for an operator that cannot be: see `streamfx.register_rule`.
+
+    Example:
+        >>> import torch, streamfx
+        >>> try:
+        ...     streamfx.register_rule(torch.ops.aten.mm.default, "m k, k n -> m n")
+        ... except streamfx.RuleError as error:
+        ...     print(error.found)
+        the operator has a rule already
+    """
 
 
 class NotStreamed(StreamFXError, RuntimeError):
     """`strict=True` was asked for, and a stage cannot stream.
 
     Without `strict` such a stage runs whole, exactly as it stood, and `streamfx.explain` shows the reason.
+
+    Example:
+        >>> import torch, streamfx
+        >>> def sort_of_rows(x):
+        ...     mixed = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        ...     return mixed.sort(1).values.square().mean()
+        >>> compiled = torch.compile(sort_of_rows, backend="streambp", options={"strict": True})
+        >>> try:
+        ...     compiled(torch.randn(1, 64, 8, requires_grad=True))
+        ... except streamfx.NotStreamed as error:
+        ...     print(error.asked)
+        strict=True asks that every stage streams
     """
 
 
 class StaleGraph(StreamFXError, RuntimeError):
-    """Something that the compiled graph relies on has changed since it was compiled."""
+    """Something that the compiled graph relies on has changed since it was compiled.
+
+    Example:
+        >>> import streamfx
+        >>> error = streamfx.StaleGraph("a parameter asks for a gradient that the compiled graph does not compute")
+        >>> isinstance(error, RuntimeError), error.asked.split()[:2]
+        (True, ['a', 'parameter'])
+    """
 
 
 class StaleOutput(StreamFXError, RuntimeError):
@@ -52,6 +105,20 @@ class StaleOutput(StreamFXError, RuntimeError):
 
     Deferred outputs (the logits beside a loss) are computed when they are first used. Use them before the optimizer's step, or
     ask for `outputs="dense"`.
+
+    Example:
+        >>> import torch, streamfx
+        >>> head = torch.nn.Linear(8, 512)
+        >>> def step(x):
+        ...     logits = head(x)
+        ...     return logits, logits.logsumexp(-1).mean()
+        >>> logits, loss = torch.compile(step, backend="streambp")(torch.randn(1, 64, 8))
+        >>> _ = torch.nn.init.zeros_(head.weight)
+        >>> try:
+        ...     logits.sum()
+        ... except streamfx.StaleOutput as error:
+        ...     print(error.found)
+        head.weight was changed in place since the call (1 time)
     """
 
 
@@ -60,6 +127,21 @@ class TurnedOutput(StreamFXError, RuntimeError):
 
     Autograd would find the gradients of views that were taken before by the shape that it has now. Turn a copy (`transpose`), or
     ask for `outputs="dense"`.
+
+    Example:
+        >>> import torch, streamfx
+        >>> head = torch.nn.Linear(8, 512)
+        >>> def step(x):
+        ...     logits = head(x)
+        ...     return logits, logits.logsumexp(-1).mean()
+        >>> logits, loss = torch.compile(step, backend="streambp")(torch.randn(1, 64, 8))
+        >>> part = logits[:, 1:]
+        >>> turned = logits.transpose_(0, 1)
+        >>> try:
+        ...     part.mul_(0.5)
+        ... except streamfx.TurnedOutput as error:
+        ...     print(error.do)
+        turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"
     """
 
 
@@ -68,6 +150,13 @@ class RanksDiffer(StreamFXError, RuntimeError):
 
     Without collectives it would run whole. But ranks that stream gather and reduce in another order: they would wait for this
     one for ever, or be handed other values than they asked for.
+
+    Example:
+        >>> import streamfx
+        >>> error = streamfx.RanksDiffer("all ranks have to run the same collectives", where="rank 1")
+        >>> print(error)
+        all ranks have to run the same collectives
+          where rank 1
     """
 
 
@@ -75,6 +164,14 @@ class NotTraced(StreamFXError, RuntimeError):
     """`streamfx.explain` could not follow the call: nothing of it arrived at the backend.
 
     The call fails, or Dynamo is switched off for it, or it computes nothing with tensors.
+
+    Example:
+        >>> import streamfx
+        >>> try:
+        ...     streamfx.explain(lambda number: number + 1, 2)
+        ... except streamfx.NotTraced as error:
+        ...     print(error.asked)
+        streamfx.explain asks for a call that torch.compile can trace
     """
 
 
@@ -82,6 +179,14 @@ class NotComparable(StreamFXError, RuntimeError):
     """`streamfx.verify` cannot compare two runs of the model.
 
     It draws random numbers, has no loss, or its tensors hold no data.
+
+    Example:
+        >>> import torch, streamfx
+        >>> try:
+        ...     streamfx.verify(torch.nn.Dropout(0.5), torch.randn(4, 4))
+        ... except streamfx.NotComparable as error:
+        ...     print(error.do)
+        call model.eval(), or set the probabilities of dropout to 0
     """
 
 
@@ -90,6 +195,15 @@ class OverBudget(StreamFXError, MemoryError):
 
     The step would not fit into the memory that was said to be there, whatever is made again or cut into chunks. `smallest` are
     the bytes of the smallest plan, `terms` what they are for.
+
+    Example:
+        >>> import torch, streamfx
+        >>> weight = torch.randn(64, 64, requires_grad=True)
+        >>> try:
+        ...     streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(1, 4096, 64), memory_budget=1000)
+        ... except streamfx.OverBudget as error:
+        ...     print(error.smallest > 1000, list(error.terms)[:1])
+        True ['parameters']
     """
 
     smallest = 0
@@ -100,6 +214,12 @@ class NoRoom(StreamFXError, OSError):
     """What waits on the host (`offload="inputs"`) does not fit onto the disk.
 
     It was to wait in a file in `folder`, needs `needed` bytes there, and `free` are left, or None where the system does not tell.
+
+    Example:
+        >>> import streamfx
+        >>> error = streamfx.NoRoom("the input of a stage was to wait in a file", do="let TMPDIR name a larger disk")
+        >>> isinstance(error, OSError), error.needed, error.free
+        (True, 0, None)
     """
 
     folder = ""
@@ -108,15 +228,58 @@ class NoRoom(StreamFXError, OSError):
 
 
 class PlanError(StreamFXError, ValueError):
-    """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option."""
+    """`streamfx.plan` was asked for something that it cannot plan: no such configuration, device or option.
+
+    Example:
+        >>> import streamfx
+        >>> try:
+        ...     streamfx.plan("no-such-model")
+        ... except streamfx.PlanError as error:
+        ...     print(error.asked)
+        there is no configuration 'no-such-model'
+    """
 
 
 class IntegrationError(StreamFXError, TypeError):
-    """`streamfx.enable` was given something that it cannot compile in place."""
+    """`streamfx.enable` was given something that it cannot compile in place.
+
+    Example:
+        >>> import streamfx
+        >>> try:
+        ...     streamfx.enable("my model")
+        ... except streamfx.IntegrationError as error:
+        ...     print(error.asked)
+        streamfx.enable takes a module, or a trainer that has one
+    """
+
+
+class ProfileError(StreamFXError, RuntimeError):
+    """`streamfx.profile` cannot measure: another profiler is on, or a profile is asked for figures before its block is left.
+
+    Example:
+        >>> import streamfx
+        >>> with streamfx.profile() as profile:
+        ...     try:
+        ...         profile.summary()
+        ...     except streamfx.ProfileError as error:
+        ...         print(error.asked)
+        a profile is asked for what it has measured
+    """
 
 
 class ReportError(StreamFXError, OSError):
-    """A report cannot be written where it was asked for, or is asked about something that is not in it."""
+    """A report cannot be written where it was asked for, or is asked about something that is not in it.
+
+    Example:
+        >>> import torch, streamfx
+        >>> weight = torch.randn(8, 8, requires_grad=True)
+        >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+        >>> try:
+        ...     found.to_html("no such folder/step.html")
+        ... except streamfx.ReportError as error:
+        ...     print(error.found)
+        no folder 'no such folder'
+    """
 
 
 class ModelError(StreamFXError, ValueError):

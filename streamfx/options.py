@@ -22,40 +22,45 @@ SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # what a stage
 class Options:
     """All options of `backend="streambp"`.
 
-    chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
-    loss_chunk_size: the same for the stage that holds the head and the loss.
-    save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
-        fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and the
-        residual stream after the attention, too), "products" (results of all matrix products: nothing but element-wise work is
-        repeated), "auto" (results of attention while they take at most half of what the model and its gradients take; with a
-        budget, what the plan chooses).
-    keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are made
-        again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
-    memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB" or "24G", a share of the
-        device's memory ("90%", 0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as it can
-        be within it. None: chunks are small, memory is what it takes.
-    offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in pinned
-        memory; on a CPU in memory-mapped files).
-    bodies: who runs the loop bodies: "eager", "inductor", "auto".
-    accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
-    reshard: whether whole weights of a sharded model are dropped behind the stage that used them, and gathered once more in the
-        backward half (True), or kept for it (False); "auto" does as the code says (its checkpointing policies), and where it says
-        nothing, drops all but those that the backward half begins with.
-    outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain ones.
-    gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them (DDP, an
-        optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or hooks on
-        parameters wait.
-    strict: raise instead of running a stage whole.
-    check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
-
     Wherever options are taken, they may be a dictionary, or such an object: it stands for what it sets otherwise than by default.
 
-    >>> import streamfx
-    >>> streamfx.Options(chunk_size=512, memory_budget="24G").given()
-    {'chunk_size': 512, 'memory_budget': '24G'}
+    Args:
+        chunk_size: rows of the sequence per chunk; "auto" lets the plan choose. A number is always obeyed.
+        loss_chunk_size: the same for the stage that holds the head and the loss.
+        save: what a stage keeps from its forward pass: "inputs" (only what enters it), "attention" (results and log-sum-exps of
+            fused attention too, and what runs whole, so that neither is run twice), "projections" (queries, keys, values and
+            the residual stream after the attention, too), "products" (results of all matrix products: nothing but element-wise
+            work is repeated), "auto" (results of attention while they take at most half of what the model and its gradients
+            take; with a budget, what the plan chooses).
+        keep_every: how many stages share one kept input: with k, only each k-th stage's input is kept, and those between are
+            made again in the backward half, by one more forward run of k - 1 stages in k; "auto" lets the plan choose.
+        memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB" or "24G", a share of the
+            device's memory ("90%", 0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as
+            it can be within it. None: chunks are small, memory is what it takes.
+        offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in
+            pinned memory; on a CPU in memory-mapped files).
+        bodies: who runs the loop bodies: "eager", "inductor", "auto".
+        accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
+        reshard: whether whole weights of a sharded model are dropped behind the stage that used them, and gathered once more in
+            the backward half (True), or kept for it (False); "auto" does as the code says (its checkpointing policies), and
+            where it says nothing, drops all but those that the backward half begins with.
+        outputs: "lazy" gives large outputs that are cheap to rebuild (logits) as tensors computed when touched, "dense" plain
+            ones.
+        gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them
+            (DDP, an optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or
+            hooks on parameters wait.
+        strict: raise instead of running a stage whole.
+        check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
+        progress: whether a line says what is done while compiling takes more than two seconds: "auto" where standard error is a
+            terminal (it is erased at the end), True also where it is none (a line for each thing), False never.
 
     Raises:
         OptionError: a value that an option cannot have.
+
+    Example:
+        >>> import streamfx
+        >>> streamfx.Options(chunk_size=512, memory_budget="24G").memory_budget
+        '24G'
     """
 
     chunk_size: int | Literal["auto"] = "auto"
@@ -71,21 +76,49 @@ class Options:
     gradients: Literal["auto", "stagewise", "at once"] = "auto"
     strict: bool = False
     check_passes: bool = False
+    progress: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             _check(field.name, getattr(self, field.name), "streamfx.Options(...)")
 
     def as_dict(self) -> dict[str, Any]:
-        """All options by name."""
+        """All options by name.
+
+        Returns:
+            A dictionary that `options=` takes.
+
+        Example:
+            >>> import streamfx
+            >>> streamfx.Options(chunk_size=512).as_dict()["outputs"]
+            'lazy'
+        """
         return asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """The options that are not what they are by default, by name."""
+        """The options that are not what they are by default, by name.
+
+        Returns:
+            A dictionary that `options=` takes.
+
+        Example:
+            >>> import streamfx
+            >>> streamfx.Options(chunk_size=512, memory_budget="24G").given()
+            {'chunk_size': 512, 'memory_budget': '24G'}
+        """
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def ordering(self) -> str:
-        """Those that the order of a graph's collectives may follow from, as text."""
+        """Those that the order of a graph's collectives may follow from, as text.
+
+        Returns:
+            A line that ranks compare.
+
+        Example:
+            >>> import streamfx
+            >>> streamfx.Options(keep_every=2).ordering()  # doctest: +ELLIPSIS
+            "save='auto', keep_every=2, ..."
+        """
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ORDERING)
 
 
@@ -102,6 +135,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "gradients": ("auto", "stagewise", "at once"),
     "strict": (True, False),
     "check_passes": (True, False),
+    "progress": ("auto", True, False),
 }
 COUNTS = {"chunk_size": "rows", "loss_chunk_size": "rows", "keep_every": "stages"}
 NAMES = tuple(field.name for field in fields(Options))
@@ -234,15 +268,18 @@ class configure:
     A block holds for its own thread (and `asyncio` task) alone, and for those tasks that are begun in it. Once it is left, what
     it set is off, in whatever order blocks are left. What is compiled keeps the options that it was compiled with.
 
-    `options` are those of `streamfx.Options`, by their names, or one such object or dictionary as `options=`.
-
-    >>> import streamfx
-    >>> with streamfx.configure(chunk_size=512):
-    ...     streamfx.options.resolved().chunk_size
-    512
+    Args:
+        options: a dictionary of options, or `streamfx.Options`.
+        keywords: options by their names (`chunk_size=512`); both may be given, if they do not contradict each other.
 
     Raises:
         OptionError: an option that does not exist, or a value that it cannot have; nothing is set then.
+
+    Example:
+        >>> import streamfx
+        >>> with streamfx.configure(chunk_size=512):
+        ...     streamfx.options.resolved().chunk_size
+        512
     """
 
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:

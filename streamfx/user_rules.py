@@ -21,8 +21,7 @@ _TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
 def register_rule(operator: Any, rule: Rule) -> None:
     """Tell streamfx what an operator of your own does with each dimension, so that what uses it streams.
 
-    `rule` is notation, or a function from a `Call` to a `Signature` (None: not for these arguments). In notation each tensor
-    argument and each result has one letter per dimension:
+    In notation each tensor argument and each result has one letter per dimension:
 
     - a letter on both sides is kept: row i of the result needs row i of the operand;
     - a letter missing on the right is summed over, and parts of the sum may be added up;
@@ -33,8 +32,19 @@ def register_rule(operator: Any, rule: Rule) -> None:
     second result is summed over the rows. An operator has a rule for its forward and one for its backward, which is another
     operator. Rules hold for what is compiled afterwards.
 
+    Args:
+        operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
+        rule: notation, or a function from a `Call` to a `Signature` (None: not for these arguments).
+
     Raises:
         RuleError: `operator` is no operator, has a rule already, or the notation does not fit its schema.
+
+    Example:
+        >>> import torch, streamfx
+        >>> @torch.library.custom_op("streamfx_docs::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return 2 * x
+        >>> streamfx.register_rule(double, "... d -> ... d")
     """
     asked = f"a rule for {operator}"
     overload = _overload(operator, asked)

@@ -14,7 +14,6 @@ from torch import nn
 
 import streamfx
 from streamfx.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
-from streamfx.report.perfetto import trace_of
 from tests.support.small import tokens
 from tests.test_explain import Broken, TokenNorm, rows
 from tests.test_timeline import Small
@@ -114,8 +113,8 @@ def test_as_a_trace(explanation: streamfx.Explanation, tmp_path: Path) -> None:
     assert stages == ["layers.0", "layers.1", "layers.2", "layers.3", "head", "layers.3", "layers.2", "layers.1", "layers.0"]
 
 
-def test_counters_do_not_go_back(explanation: streamfx.Explanation) -> None:
-    trace = json.loads(trace_of(explanation.timeline, explanation.page.stages))
+def test_counters_do_not_go_back(explanation: streamfx.Explanation, tmp_path: Path) -> None:
+    trace = json.loads(explanation.to_perfetto(tmp_path / "t.json").read_text())
     for pid in (1, 2, 3):
         moments = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == pid]
         assert moments == sorted(moments)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
@@ -63,6 +63,22 @@ def test_batch_and_length_of_ids_and_labels_both_change() -> None:
     eager = copy.deepcopy(model)
     function, backend = compiled(model)
     for rows, length in ((2, 13), (3, 9), (5, 21), (1, 7)):
+        same_step(function, model, eager, {"ids": tokens(rows, length), "labels": tokens(rows, length)})
+    check_streamed(backend.facts, True, {"causal"})
+
+
+class Fixed(Causal):
+    """What the model does with ids of one length alone fixes that length of the ids, and nothing of the labels."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids * 1 if ids.shape[1] == 9 else ids, labels)
+
+
+def test_a_length_that_is_fixed_for_ids_alone() -> None:
+    model = Fixed().double()
+    eager = copy.deepcopy(model)
+    function, backend = compiled(model)
+    for rows, length in ((2, 13), (3, 9), (5, 9)):
         same_step(function, model, eager, {"ids": tokens(rows, length), "labels": tokens(rows, length)})
     check_streamed(backend.facts, True, {"causal"})
 

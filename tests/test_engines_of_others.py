@@ -34,10 +34,10 @@ def enabled(given: Any) -> Enabled:
     return enable(given, chunk_size=CHUNK, loss_chunk_size=CHUNK, check_passes=True)
 
 
-def launched(rank: int, port: int) -> None:
-    """What a launcher tells each process; no network is asked."""
+def launched(rank: int) -> None:
+    """What a launcher tells each process; no network is asked, and no port: the process group is there already."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "NODE_RANK": 0}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": 1}  # type: ignore[dict-item]
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": 1}  # type: ignore[dict-item]
     own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_DISABLE_PROGRESS_BARS": 1, "DS_ACCELERATOR": "cpu"}  # type: ignore[dict-item]
     os.environ.update({name: str(value) for name, value in own.items()})
 
@@ -83,7 +83,7 @@ def deepspeed(rank: int, stage: int, before: bool) -> None:
     """Weights after two steps, against eager of the same engine (which reduces in float32)."""
     import deepspeed as library
 
-    launched(rank, 29541)
+    launched(rank)
     library.init_distributed("gloo")
     model, eager = twins()
     done = enabled(model) if before else None
@@ -121,7 +121,7 @@ def batch(rank: int) -> dict[str, Tensor]:
 
 def accelerated(rank: int, engine: str, before: bool) -> None:
     """`Accelerator.prepare`. It knows FSDP on GPUs alone: its state is told that it is there, the rest is its own code."""
-    launched(rank, 29542)
+    launched(rank)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -166,7 +166,7 @@ def generates(model: Any, done: Enabled) -> None:
 
 
 def fabric(rank: int, engine: str, before: bool) -> None:
-    launched(rank, 29543)
+    launched(rank)
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -199,7 +199,7 @@ def fabric(rank: int, engine: str, before: bool) -> None:
 
 def trainer(rank: int, name: str, folder: Path) -> None:
     """In DistributedDataParallel: the losses and final weights that the same trainer has in eager."""
-    launched(rank, 29544)
+    launched(rank)
     import datasets
     from accelerate.state import AcceleratorState
 
@@ -242,7 +242,7 @@ def test_engines(name: str) -> None:
 
 def loss_of_trl(rank: int, before: bool, folder: Path) -> None:
     """TRL's own loss of a model that FSDP2 has wrapped: the backbone's layers are compiled. (Its trainer wraps on GPUs alone.)"""
-    launched(rank, 29545)
+    launched(rank)
     given, other = (build("sft", folder / f"{rank}{name}") for name in ("own", "true"))
     model, truth = given.model.double(), other.model.double()
     done = enabled(given) if before else None

@@ -156,7 +156,7 @@ def test_a_graph_without_a_sequence_is_whole() -> None:
 
 def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A graph that nothing streams of says so when it is compiled, with what nothing is known of and the line of the code."""
-    monkeypatch.setattr("streamfx.report.reasons.MUCH_WORK", 1000)
+    monkeypatch.setattr("streamfx.report.no_gain.MUCH_WORK", 1000)
 
     class Squared(nn.Module):
         def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPat
     assert "please report" not in told
     (stage,) = summary_of(Squared())["stages"]
     assert "no rule for streamfx_tests.twice" in stage["reason"]
-    monkeypatch.setattr("streamfx.report.reasons.MUCH_WORK", 10**9)
+    monkeypatch.setattr("streamfx.report.no_gain.MUCH_WORK", 10**9)
     caplog.clear()
     torch.compile(Squared(), backend="streambp")().backward()
     assert not caplog.records

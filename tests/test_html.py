@@ -87,7 +87,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
 def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     read, summary = checked(report.to_html(tmp_path / "plan.html").read_text()), report.summary()
     assert in_bytes(summary["peak_bytes"]) in read.text
-    for part in ("4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "no measure"):
+    for part in ("4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager"):
         assert part in read.text, part
 
 

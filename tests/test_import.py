@@ -11,8 +11,20 @@ import pytest
 
 import streamfx
 
-PUBLIC = {"configure", "disable", "enable", "explain", "plan", "register_rule", "streambp", "verify", "Options", "__version__"}
-RESULTS = {"Enabled", "Explanation", "PlanReport", "Verification"}
+PUBLIC = {
+    "configure",
+    "disable",
+    "enable",
+    "explain",
+    "plan",
+    "profile",
+    "register_rule",
+    "streambp",
+    "verify",
+    "Options",
+    "__version__",
+}
+RESULTS = {"Enabled", "Explanation", "PlanReport", "Profile", "Verification"}
 HEAVY = "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'networkx'} & set(sys.modules)\n"
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +59,11 @@ def test_importing_imports_no_torch_and_the_first_use_does() -> None:
 def test_help_is_printed_before_torch_is_imported(given: list[str]) -> None:
     code = f"import sys\nfrom streamfx.cli import main\ntry: main({given})\nexcept SystemExit as end: assert not end.code\n"
     assert "usage: streamfx" in run(f"{code}{HEAVY}assert not heavy, heavy")
+
+
+def test_the_package_is_the_command() -> None:
+    found = subprocess.run([sys.executable, "-m", "streamfx", "--help"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.returncode == 0 and found.stdout.startswith("usage: streamfx")
 
 
 @pytest.mark.parametrize("given", [["plan", "Qwen3-9B"], ["explain", "no/such"], ["verify", "Lama-3.1-8B"]], ids=" ".join)

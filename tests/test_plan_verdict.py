@@ -9,7 +9,8 @@ import torch
 
 import streamfx
 from streamfx.cost.meter import Meter
-from streamfx.inspection.tracing import checkpointed, eager_cost, layers_of
+from streamfx.inspection.eager import checkpointed, eager_cost
+from streamfx.inspection.layers import layers_of
 from streamfx.planner.gain import gains_from
 from streamfx.planner.models import built, configuration, language_inputs, loss_of
 from streamfx.planner.ways import IN_CHUNKS, ON_HOST, longest, on_host, ways_of

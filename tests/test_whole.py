@@ -119,7 +119,7 @@ PROGRAMS: dict[str, tuple[Between, str]] = {
     "solve of weights": (rotated, ""),
     "solve of rows": (solved, "torch.linalg.solve(gram, x"),
     "cond": (chosen, "torch.cond(x.sum() > 0"),
-    "scan": (scanned, "scan(lambda state, row"),
+    "scan": (scanned, ""),
     "while_loop": (looped, "while_loop(lambda i, y"),
     "as_strided": (windows, "rows.as_strided("),
     "as_strided of permuted rows": (permuted, "rows.as_strided("),

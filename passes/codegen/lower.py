@@ -25,7 +25,7 @@ from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, 
 from streamfx.ir.sizes import Size
 from streamfx.options import Options
 from streamfx.runtime.collectives import begin
-from streamfx.runtime.compiled import CompiledBody, segment_call, single_call
+from streamfx.runtime.compiled import CompiledBody, segment_call, single_call, tallied
 from streamfx.runtime.written import Call
 from streamfx.torch_private import OpOverload
 
@@ -45,6 +45,7 @@ class Lower:
         program: Program = known(facts.program)
         for loop in program.loops:
             loop.compiled = CompiledBody(split(loop.spec), loop.spec.body)
+        tallied([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from streamfx.cli.arguments import add_model_arguments, check_model, options_of
 from streamfx.cli.codes import NOT_SO, Answer
 from streamfx.cli.html import add_html_argument, written_as_html
+from streamfx.progress import doing
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -32,9 +33,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     with written_as_html(arguments) as made:
         model, args, kwargs = model_and_inputs(arguments, "meta")
-        report = explain(model, *args, options=options_of(arguments), **kwargs)
+        with doing("explaining"):
+            report = explain(model, *args, options=options_of(arguments), **kwargs)
+            summary = report.summary()
         made.append(report)
-    summary = report.summary()
     runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
     text = json.dumps(summary, indent=2) if arguments.json else str(report)
     return Answer(text, NOT_SO if arguments.strict and runs_whole else 0)

@@ -12,6 +12,7 @@ from streamfx.budget import in_bytes
 from streamfx.cli.html import add_html_argument, written_as_html
 from streamfx.options import SAVE_LEVELS
 from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS, TYPES, builtin_names, config_file
+from streamfx.progress import doing
 
 if TYPE_CHECKING:
     from streamfx.planner.predict import Prediction
@@ -66,7 +67,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
     )
-    parser.add_argument("--no-baselines", action="store_true", help="leave out gradient checkpointing and no measure at all")
+    parser.add_argument("--no-baselines", action="store_true", help="leave out eager, with gradient checkpointing and without")
     add_html_argument(parser)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
@@ -87,23 +88,21 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 @contextmanager
-def traces(count: int) -> Iterator[Callable[[Prediction], None] | None]:
-    """A bar of the traces that are made, where somebody looks at the terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(total=count, unit="trace", leave=False, disable=None) as bar:
+def traces(most: int) -> Iterator[Callable[[Prediction], None]]:
+    """Tells which of at most so many traces is made, and what the last one has found, where somebody looks at the terminal."""
+    done = 1
+    with doing(f"planning {done} of {most}" if most > 1 else "planning") as now:
 
         def noted(found: Prediction) -> None:
-            bar.set_postfix_str(f"{found.batch:,} x {found.length:,} tokens: {in_bytes(found.peak_bytes)}")
-            bar.update()
+            nonlocal done
+            done = min(done + 1, most)
+            last = f"{found.batch:,} x {found.length:,} tokens take {in_bytes(found.peak_bytes)}"
+            now(f"planning {done} of {most} ({last})" if most > 1 else f"planning ({last})")
 
         yield noted
 
 
-def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None] | None) -> PlanReport:
+def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) -> PlanReport:
     from streamfx.planner.plan import plan
 
     given = {name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every")}

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from streamfx.cost.work import Work
+from streamfx.cost.work import NO_WORK, Work
 
 MOST_POINTS = 4000  # of a curve that is kept
-NO_WORK = Work()
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 

@@ -5,12 +5,12 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from streamfx.cost.between import makes_memory, terms_between
 from streamfx.cost.curve import Curve, Recorder
@@ -25,7 +25,7 @@ from streamfx.cost.work import Work
 from streamfx.ir.joint import graph_copy
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
-from streamfx.torch_private import FakeTensorMode, is_token, tree_leaves
+from streamfx.torch_private import FakeTensorMode, is_token
 from streamfx.torch_private.sizes import size_hint
 
 
@@ -147,57 +147,6 @@ def cost_of(
             )
         del outputs, gradients, inputs, given
     return cost
-
-
-def eager_cost_of(call: Callable[[], Any], layers: Iterable[nn.Module] = ()) -> Cost:
-    """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
-
-    The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`. The forward half of `layers` is
-    counted by itself, too.
-    """
-    meter = Meter()
-    meter.recorder = Recorder()
-    for layer in layers:
-        layer.forward = meter.watched(layer.forward)
-    with meter:
-        outputs = call()
-        forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
-        forward_curve = meter.recorded(Work())
-        roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
-        roots = [value for value in roots if value.dim() == 0][:1] or roots
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        backward_peak = meter.peak if roots else 0
-        return Cost(
-            forward_peak,
-            backward_peak,
-            held,
-            meter.flops,
-            meter.masked_flops,
-            moved=meter.moved,
-            attention_flops=meter.attention_flops,
-            layer_flops=meter.watched_flops,
-            layer_attention=meter.watched_attention,
-            launches=meter.work.launches,
-            forward_wire=forward_work.wire,
-            backward_wire=meter.work.minus(forward_work).wire,
-            forward_curve=forward_curve,
-            backward_curve=meter.recorded(forward_work) if roots else Curve(),
-        )
-
-
-def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
-    """The same for a graph of Dynamo's."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        inputs = [_leaf_like(node) for node in module.graph.find_nodes(op="placeholder")]
-        return eager_cost_of(lambda: module(*inputs))
-
-
-def _leaf_like(node: fx.Node) -> Any:
-    """A new input like the one that Dynamo saw."""
-    value = node.meta["example_value"]
-    made = made_like(value)
-    return made.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else made
 
 
 def _given_backward(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:

@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.masked_flops = 0
+        self.live = self.peak = 0
         self.work = Work()
         self.watched_flops = self.watched_attention = 0
         self.term = "other"
@@ -131,6 +131,10 @@ class Meter(TorchDispatchMode):
         return self.work.flops
 
     @property
+    def masked_flops(self) -> int:
+        return self.work.masked_flops
+
+    @property
     def moved(self) -> int:
         return self.work.moved
 
@@ -178,10 +182,7 @@ class Meter(TorchDispatchMode):
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
-        work = _work_of(func, args, kwargs, out)
-        self.work = self.work.plus(work)
-        if work.attention_flops and not arguments_by_name(func, args, kwargs).get("is_causal"):
-            self.masked_flops += work.attention_flops
+        self.work = self.work.plus(_work_of(func, args, kwargs, out))
 
     def _note_new(self, out: Any, arguments: Any, term: str) -> None:
         made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
@@ -211,7 +212,8 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
-        return Work(flops, 0, flops, 1)
+        is_causal = arguments_by_name(func, args, kwargs).get("is_causal")
+        return Work(flops, 0, flops, 1, masked_flops=0 if is_causal else flops)
     moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
     if (sent := sent_by(func, args, kwargs, out)) is not None:
         name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]

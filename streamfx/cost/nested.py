@@ -19,13 +19,15 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     What `tree_iter` finds, which takes several times as long: it looks every number up among the kinds of containers.
     """
     kind = type(values)
-    if isinstance(values, Tensor):
-        yield values
-    elif kind is tuple or kind is list:
+    if kind in PLAIN:
+        return
+    if kind is tuple or kind is list:
         for value in values:
             yield from tensors_in(value)
     elif kind is dict:
         for value in values.values():
             yield from tensors_in(value)
-    elif kind not in PLAIN:
+    elif isinstance(values, Tensor):  # last: torch looks for fakes of its classes, which takes longer than all of the above
+        yield values
+    else:
         yield from (value for value in tree_iter(values) if isinstance(value, Tensor))

@@ -12,7 +12,8 @@ class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
 
     Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
-    ranks, the bytes, and those of them that leave the machine, by kind.
+    ranks, the bytes, and those of them that leave the machine, by kind. FLOPs of fused attention without a causal flag, of which
+    a mask may hide some.
     """
 
     flops: int = 0
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     exchanges: int = 0
     exchanged: int = 0
     exchanged_far: int = 0
+    masked_flops: int = 0
 
     @property
     def wire(self) -> dict[str, Traffic]:
@@ -44,3 +46,6 @@ class Work(NamedTuple):
 
     def minus(self, other: Work) -> Work:
         return Work(*map(operator.sub, self, other))
+
+
+NO_WORK = Work()

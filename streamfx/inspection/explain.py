@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from streamfx.cost.curve import Curve
+from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
 from streamfx.cost.handed_over import HandedOver
 from streamfx.cost.lengths import sequence_length
-from streamfx.cost.memory import Cost, bytes_like, cost_of, eager_cost_of_graph
+from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
@@ -46,7 +47,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
 
     Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device.
 
-    Takes:
+    Args:
         model: a module, or a function of one.
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.
@@ -60,11 +61,12 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
-    >>> import torch, streamfx
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
-    >>> found = streamfx.explain(lambda x: model(x).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
-    >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
-    (['streamed', 'streamed'], 0)
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        >>> found = streamfx.explain(lambda x: model(x).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+        >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
+        (['streamed', 'streamed'], 0)
     """
     model = original(model)
     given, kwargs = options_among(model, options, kwargs, "streamfx.explain(...)")
@@ -74,7 +76,16 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
 class Explanation(Exports):
     """What was found in one call; costs are predicted when they are first asked for.
 
-    `updates` says that an optimizer in the backward pass takes gradients of parameters once they are complete, and frees them.
+    Args:
+        call: what tracing has found of the call; `streamfx.explain` makes it.
+        updates: an optimizer in the backward pass takes gradients of parameters once they are complete, and frees them.
+
+    Example:
+        >>> import torch, streamfx
+        >>> weight = torch.randn(8, 8, requires_grad=True)
+        >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+        >>> print(found)  # doctest: +ELLIPSIS
+        streamfx: ...
     """
 
     def __init__(self, call: TracedCall, updates: bool = False) -> None:
@@ -103,6 +114,19 @@ class Explanation(Exports):
         `gathers`, `reductions`, `exchanges` (all to all, broadcast), and those `in_loops` times their chunks; the same of each
         stage, and of `eager` on the same call, with each layer checkpointed where there are layers. `early_reductions` is the
         share of reductions of the backward half that begin before its last loop, `whole_weights_bytes` are alive at the peak.
+
+        Args:
+            with_baseline: whether eager and checkpointing are followed, too; without, their figures are zero.
+
+        Returns:
+            The report as a dictionary.
+
+        Example:
+            >>> import torch, streamfx
+            >>> weight = torch.randn(8, 8, requires_grad=True)
+            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found.summary()["sequence"], found.summary(with_baseline=False)["baseline_flops"]
+            ([64], 0)
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
         # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
@@ -139,7 +163,21 @@ class Explanation(Exports):
         )
 
     def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
-        """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first."""
+        """By way of running the call its bytes after each operator, and its FLOPs on visible pairs; ours first.
+
+        Args:
+            with_baseline: whether those of eager, and of checkpointing where there are layers, are found, too.
+
+        Returns:
+            For each way its curve and its FLOPs.
+
+        Example:
+            >>> import torch, streamfx
+            >>> weight = torch.randn(8, 8, requires_grad=True)
+            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> list(found.curves())
+            ['streamfx', 'eager']
+        """
         at_end = self.baseline.gradients if with_baseline and not self.updates else 0
         found = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
         if with_baseline and self.call.checkpointed is not None:
@@ -168,7 +206,22 @@ class Explanation(Exports):
         """Print, and return, the bodies of the stages that hold a module (`"model.layers.1"`; all without one) as Python that
         runs: a class for each loop, whose `forward` computes a chunk.
 
-        Raises `ReportError` where no such module streams, with names that are near.
+        Args:
+            module: the name of a module; None stands for the whole model.
+            print_output: whether the text is printed as well.
+
+        Returns:
+            The text.
+
+        Raises:
+            ReportError: no such module streams; it says which names are near.
+
+        Example:
+            >>> import torch, streamfx
+            >>> weight = torch.randn(8, 8, requires_grad=True)
+            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> "def forward(" in found.print_readable(print_output=False)
+            True
         """
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
@@ -213,7 +266,21 @@ class Explanation(Exports):
         return self.visible(cost)
 
     def visible(self, cost: Cost) -> Cost:
-        """The cost of the call by another way, without FLOPs on pairs that masks hide."""
+        """The cost of the call by another way, without FLOPs on pairs that masks hide.
+
+        Args:
+            cost: what the other way costs, with attention on all pairs.
+
+        Returns:
+            The cost with attention on the pairs that this call's masks leave visible.
+
+        Example:
+            >>> import torch, streamfx
+            >>> weight = torch.randn(8, 8, requires_grad=True)
+            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found.visible(found.baseline) == found.baseline  # nothing is masked
+            True
+        """
         if not cost.masked_flops:
             return cost
         shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))

@@ -7,34 +7,29 @@ replaced by something that only returns tensors of the right shapes. Nothing is 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch import fx
 
 from streamfx.backend import Compilation
-from streamfx.cost.memory import Cost, eager_cost_of, made_like
-from streamfx.cost.values import RealIntegers
+from streamfx.cost.memory import Cost, made_like
 from streamfx.errors import NotTraced, OverBudget, told
-from streamfx.inspection.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
+from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.inspection.layers import layers_of
+from streamfx.inspection.untouched import Faker, modules_of, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
-from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.reasons import RECURRENT
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
-    FakeTensorMode,
     default_partition,
-    fake_mode_of,
     is_compiled,
     real_values,
-    tree_iter,
     while_traced,
 )
 from streamfx.torch_private.dynamo import (
@@ -47,7 +42,6 @@ from streamfx.torch_private.dynamo import (
 )
 
 Halves = tuple[fx.GraphModule, fx.GraphModule | None]
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
@@ -106,40 +100,22 @@ def traced(
     model = original(model)
     if not callable(model):
         raise _not_traced(f"a {type(model).__name__}, which cannot be called")
-    mode, faker = _faker_of(model, args, kwargs)
+    mode, faker = faker_of(model, args, kwargs)
     call = TracedCall(replace(resolved(options), strict=False), name=_name_of(model))
     with accepting_real(mode), mode:
         _trace(call, model, args, kwargs, faker)
         if not baselines:
             return call
-        call.eager = _eager_cost(model, args, kwargs, faker)
+        eager = EagerCall(model, args, kwargs, faker)
+        call.eager = eager.cost()
         if layers_of(model):
-            call.checkpointed = _eager_cost(model, args, kwargs, faker, checkpointed)
+            call.checkpointed = eager.cost(checkpointed)
     return call
 
 
 def _name_of(model: Callable[..., Any]) -> str:
     """What people call it: a module by its class, a function by its name."""
     return str(getattr(model, "__qualname__", type(model).__name__))
-
-
-def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, of which only the input is kept."""
-    return partial(checkpoint, forward, use_reentrant=False)
-
-
-def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around) -> Cost | None:
-    """What a call costs in eager, with something around the forward of each layer; None if it cannot be followed, or has none."""
-    mode, faker = _faker_of(model, (), inputs)
-    with accepting_real(mode), mode:
-        return _eager_cost(model, (), inputs, faker, around) if layers_of(model) else None
-
-
-def _faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, Faker]:
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-    tensors += [value for module in modules_of(model) for value in held_tensors(module)]
-    mode = fake_mode_of(tensors) or FakeTensorMode()
-    return mode, Faker(mode, device_of(tensors))
 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,59 +150,12 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
         raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
 
 
-def _eager_cost(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, around: Around | None = None
-) -> Cost | None:
-    """What the call costs in eager, with something around its layers or not; None if its Python code asks for data that nobody
-    has.
-    """
-    layers = layers_of(model)
-    with untouched(model):
-        faker.replace(modules_of(model), buffers=True)
-        args, kwargs = faker.inputs((tuple(args), dict(kwargs)), with_integers=True)
-        if around is not None:
-            for layer in layers:
-                layer.forward = around(layer.forward)
-        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        parameters = {id(tensor): tensor for module in modules_of(model) for tensor in held_tensors(module)}.values()
-        try:
-            with RealIntegers(), without_gradients([*given, *parameters]):  # fake tensors are the same from call to call
-                cost = eager_cost_of(lambda: model(*args, **kwargs), () if around is not None else layers)
-                made = (tensor.grad for tensor in parameters if tensor.is_leaf)
-                return replace(cost, gradients=sum(gradient.nbytes for gradient in made if gradient is not None))
-        except Exception as error:
-            log.info("no eager baseline: %s", error)
-            return None
-
-
-def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The layers that a model repeats: the elements of its outermost lists of modules."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in modules_of(model):
-        if isinstance(module, nn.ModuleList) and module not in inside:
-            layers = [layer for layer in module if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
-            found += layers
-            inside.update(part for layer in layers for part in layer.modules())
-    return found
-
-
 def _not_traced(found: str, do: str = "") -> NotTraced:
     return NotTraced(
         "streamfx.explain asks for a call that torch.compile can trace",
         found=found,
         do=do or "check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
     )
-
-
-@contextmanager
-def accepting_real(mode: FakeTensorMode) -> Iterator[None]:
-    """Real parameters may meet fake inputs."""
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = before
 
 
 def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:

@@ -34,7 +34,7 @@ def verify(
     a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
     that require them. The model's state, its `.grad`s and all random generators are left as they were.
 
-    Takes:
+    Args:
         model: a module, or a function of one.
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.
@@ -49,11 +49,12 @@ def verify(
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
-    >>> import torch, streamfx
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
-    >>> found = streamfx.verify(model, torch.randn(2, 64, 8).double(), loss=lambda y: y.square().mean(), chunk_size=16)
-    >>> found.ok, found.max_error < 1e-12
-    (True, True)
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
+        >>> found = streamfx.verify(model, torch.randn(2, 64, 8).double(), loss=lambda y: y.square().mean(), chunk_size=16)
+        >>> found.ok, found.max_error < 1e-12
+        (True, True)
     """
     model = original(model)
     asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
@@ -127,6 +128,20 @@ class Verification:
 
     `errors` maps each parameter and input to the norm of the difference of its gradients over their norm. What lies below the
     rounding error of the whole gradient is no difference: a gradient that is zero but for rounding has no digits to compare.
+
+    Args:
+        names: of the tensors whose gradients are compared.
+        eager: the run without the backend; `streamfx.verify` makes both.
+        streamed: the run through the backend.
+        precision: the least precise type that anything is computed in; the tolerance follows from it.
+
+    Example:
+        >>> import torch, streamfx
+        >>> found = streamfx.verify(torch.nn.Linear(8, 8), torch.randn(1, 64, 8), chunk_size=16)
+        >>> print(found)  # doctest: +ELLIPSIS
+        streamfx: the same as eager; largest relative difference ...
+        >>> sorted(found.errors)
+        ['bias', 'weight']
     """
 
     def __init__(self, names: Sequence[str], eager: Run, streamed: Run, precision: torch.dtype) -> None:
@@ -146,6 +161,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether all differences are within the tolerance of the type."""
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:

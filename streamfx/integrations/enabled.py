@@ -17,7 +17,24 @@ SHOWN = 3  # graphs of which a line says what became
 
 
 class Enabled:
-    """Modules that run through the backend until `disable` is called."""
+    """Modules that run through the backend until `disable` is called: what `streamfx.enable` returns.
+
+    It prints what is compiled and which calls went where; as a context manager it is undone behind the block. `calls` counts
+    the calls of each module by its name, `compiled` are the graphs of training steps that were compiled so far.
+
+    Args:
+        given: the model or trainer.
+        options: the backend's, by their names.
+        dynamic: as in `torch.compile`.
+
+    Example:
+        >>> import torch, streamfx
+        >>> model = torch.nn.Linear(8, 8)
+        >>> with streamfx.enable(model, chunk_size=16) as enabled:
+        ...     model(torch.randn(1, 64, 8)).sum().backward()
+        >>> enabled.calls["model"].counts.compiled, enabled.is_enabled
+        (1, False)
+    """
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.dynamic, self._given = dict(options), dynamic, given
@@ -56,7 +73,15 @@ class Enabled:
         return True
 
     def disable(self) -> None:
-        """Let all modules run as they did before; may be called again."""
+        """Let all modules run as they did before; may be called again.
+
+        Example:
+            >>> import torch, streamfx
+            >>> enabled = streamfx.enable(torch.nn.Linear(8, 8))
+            >>> enabled.disable()
+            >>> enabled.is_enabled
+            False
+        """
         for target in self.targets:
             calls = self.calls[target.name]
             if calls.is_installed and target.head is not None:
@@ -71,6 +96,7 @@ class Enabled:
 
     @property
     def is_enabled(self) -> bool:
+        """Whether any of the modules runs through the backend now."""
         return any(calls.is_installed for calls in self.calls.values())
 
     def __str__(self) -> str:

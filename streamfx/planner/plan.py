@@ -87,37 +87,37 @@ def plan(
 ) -> PlanReport:
     """Predict a training step, and the longest length or largest batch that fits into `memory`; nothing is computed.
 
-    Takes:
+    Args:
         model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
-            that is shipped), or a model on the meta device: `inputs(batch, length)` are its arguments, loss or logits come out.
-        seq, batch: tokens and sequences of a step, on each device; `max_length` or `max_batch` asks for the most that fit.
+            that is shipped), or a model on the meta device from which loss or logits come.
+        inputs: a function of (batch, length) that gives the arguments of a model of your own.
+        seq, batch, max_length, max_batch: tokens and sequences on each device; whether the most that fit are looked for.
         memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
         dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
-        optimizer: whose state is counted: "adamw", "adamw8bit", "sgd", "none"; `optimizer_in_backward`: it frees gradients there.
+        optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
         world, shard: how many devices divide nothing ("ddp"), the state ("zero1"), also gradients ("zero2"), weights ("zero3").
         tensor, context: how many of them cut layers, as the configuration says, and how many divide each sequence (Ulysses).
         device: whose kernels and rates are planned for: "H100" and others, or "here".
         objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
         baselines, noted: whether other ways are followed, too; what is told each prediction.
         options, keywords: the backend's options, as a dictionary or `streamfx.Options`, and by their names.
-
-    Returns: what was found; it prints as a page, and `summary()` is a dictionary.
-    Raises: PlanError, OptionError for what cannot be asked; OverBudget where nothing fits into `memory`.
-
-    >>> import torch, streamfx
-    >>> class Mean(torch.nn.Linear):
-    ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
-    >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
-    >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
-    1024
+    Returns:
+        What was found: it prints as a page, and `summary()` is a dictionary.
+    Raises:
+        PlanError, OptionError: this cannot be asked.
+        OverBudget: nothing fits into `memory`.
+    Example:
+        >>> import torch, streamfx
+        >>> class Mean(torch.nn.Linear):
+        ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+        >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+        >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
+        1024
     """
     given = _options(options, keywords)
-    sizes: dict[str, Any] = {"seq": seq, "batch": batch, "memory": memory, "host_memory": host_memory, "inputs": inputs}
-    kinds: dict[str, Any] = {"dtype": dtype, "lora_rank": lora_rank, "quantize": quantize}
-    updates: dict[str, Any] = {"optimizer": optimizer, "optimizer_in_backward": optimizer_in_backward}
-    ranks: dict[str, Any] = {"world": world, "shard": shard, "tensor": tensor, "context": context, "device": device}
-    sought: dict[str, Any] = {"max_length": max_length, "max_batch": max_batch, "objective": objective, "group": group}
-    return _planned(Asked(model, baselines=baselines, options=given, noted=noted, **sizes, **kinds, **updates, **ranks, **sought))
+    step = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
+    asked = Asked(*step, tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
+    return _planned(asked)
 
 
 def _planned(asked: Asked) -> PlanReport:

@@ -21,7 +21,6 @@ from streamfx.planner.shards import own_bytes
 from streamfx.report.flow import Handed, flow_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
 
-NO_MEASURE = "no measure"
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 
@@ -93,7 +92,7 @@ def predict(
     peak = held + int(summary["peak_bytes"])
     terms[OTHER] = terms.get(OTHER, 0) + peak - sum(terms.values())
     fittings = [one.fitting for one in facts if one.fitting is not None]
-    ways = {NO_MEASURE: explanation.baseline} if baselines else {}
+    ways = {EAGER: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
         ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
     return Prediction(
@@ -126,7 +125,7 @@ def predict(
 def _curves(explanation: Explanation, baselines: bool, held: Mapping[str, int]) -> dict[str, tuple[Curve, int]]:
     """What is alive along the step by each way, beside what is held all the time; and FLOPs."""
     found = explanation.curves(with_baseline=baselines)
-    return {NO_MEASURE if way == EAGER else way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
+    return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
 
 
 def held_by(model: nn.Module) -> int:

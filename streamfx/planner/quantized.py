@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from streamfx.errors import PlanError
-from streamfx.inspection.tracing import layers_of
+from streamfx.inspection.layers import layers_of
 
 BLOCK = 64  # numbers with one scale, of one byte
 SECOND_BLOCK = 256  # such scales with one scale of their own, in float32

@@ -16,7 +16,7 @@ from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import NOTHING, Seconds, waited
 from streamfx.planner.page import page_of_plan
-from streamfx.planner.predict import NO_MEASURE, Prediction, Way
+from streamfx.planner.predict import Prediction, Way
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.report.diagram import Diagram, diagram_of
@@ -42,6 +42,27 @@ class PlanReport(Exports):
 
     `prediction` is for the length asked for, or for the longest one that fits. `lengths` are those that other ways reach, 0 where
     not even the shortest fits; `gains_from` is a length at which memory is saved, where the one asked for is too short.
+
+    Args:
+        name: of the model.
+        prediction: memory, operations and stages of a step, by way of running it.
+        device: whose rates the times are predicted for.
+        limits: bytes of a device, and of its share of a host, that a step may take.
+        max_length: the longest length that fits, where it was asked for.
+        max_batch: the largest batch that fits, where it was asked for.
+        ranks: how devices divide the model and the step.
+        updates: whether an optimizer in the backward pass takes gradients.
+        gains_from: a length at which memory is saved.
+        lengths: the longest length by way of running a step.
+
+    Example:
+        >>> import torch, streamfx
+        >>> class Mean(torch.nn.Linear):
+        ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+        >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+        >>> report = streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs)
+        >>> report.max_length is None, report.prediction.batch
+        (True, 1)
     """
 
     name: str
@@ -61,7 +82,7 @@ class PlanReport(Exports):
         found, limit = self.prediction, self.limits.device
         if self.max_length is not None:
             return length_verdict(self.max_length, self.lengths)
-        others = [Taken(EAGER if name == NO_MEASURE else name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
+        others = [Taken(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
         others.sort(key=lambda other: other.way == EAGER)
         ours, why = Taken("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
         if limit is not None:
@@ -69,7 +90,20 @@ class PlanReport(Exports):
         return verdict(ours, others, why, self.gains_from)
 
     def summary(self) -> dict[str, Any]:
-        """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state."""
+        """All figures, in values that JSON knows; bytes count parameters, inputs, gradients and the optimizer's state.
+
+        Returns:
+            The report as a dictionary.
+
+        Example:
+            >>> import torch, streamfx
+            >>> class Mean(torch.nn.Linear):
+            ...     def forward(self, x): return torch.nn.functional.linear(x, self.weight).square().mean()
+            >>> inputs = lambda batch, length: {"x": torch.empty(batch, length, 64, device="meta")}
+            >>> summary = streamfx.plan(Mean(64, 64, device="meta"), seq=1024, memory="1GiB", inputs=inputs).summary()
+            >>> summary["fits"], summary["length"], summary["memory"]
+            (True, 1024, 1073741824)
+        """
         found = self.prediction
         other = {name: self._way(way) for name, way in found.ways.items()}
         twice = found.layers_twice

@@ -7,11 +7,8 @@ confirms it by a trace of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
-
-from torch import nn
 
 FEWEST = 4  # layers: fewer have no stage whose neighbours are those of all others
 
@@ -41,25 +38,3 @@ def guessed(peak: Callable[[int, int], int], layers: int, step: int, first: int,
 def of_all(few: int, more: int, steps: float) -> float:
     """What all layers take, if each step of layers takes as much as the one between two traces."""
     return few + steps * (more - few)
-
-
-@contextmanager
-def first_layers(model: nn.Module, count: int) -> Iterator[None]:
-    """The model with the first layers of each of its outermost lists, in place, and with all of them afterwards."""
-    lists = [module for module in _outermost(model) if len(module) > count]
-    kept = [module._modules for module in lists]
-    for module in lists:
-        module._modules = dict(list(module._modules.items())[:count])
-    try:
-        yield
-    finally:
-        for module, layers in zip(lists, kept, strict=True):
-            module._modules = layers
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _outermost(child)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamfx.budget import in_bytes
 from streamfx.errors import OverBudget
-from streamfx.inspection.tracing import layers_of
+from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.planner.collector import uncollected
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
@@ -19,7 +19,7 @@ from streamfx.planner.gain import gains_from
 from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, held_by, predict
 from streamfx.planner.report import PlanReport
-from streamfx.planner.scout import FEWEST, Guess, first_layers, guessed, of_all
+from streamfx.planner.scout import FEWEST, Guess, guessed, of_all
 from streamfx.planner.search import AIM, FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
 from streamfx.planner.ways import Way, longest, peak_of, ways_of

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamfx.inspection.tracing import Around, checkpointed, eager_cost
+from streamfx.inspection.eager import Around, checkpointed, eager_cost
 from streamfx.planner.models import loss_of
 from streamfx.planner.scout import guessed
 from streamfx.planner.search import AIM, BUSY, CLOSE

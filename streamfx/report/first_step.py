@@ -45,7 +45,7 @@ class Compiled:
         program = facts.program
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
-        cost = predicted(facts, program)
+        cost = predicted(facts)
         kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
         streams = how_many_stream(kinds) + (f" ({MORE})" if "whole" in kinds else "")
         rows = sorted({loop.rows for loop in cost.loops.values()})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from streamfx.report.page import Stages
 from streamfx.report.timeline import Course, LoopTime, Timeline
 
 MICROSECONDS = 1e6
@@ -14,18 +13,21 @@ STAGES, LOOPS = 1, 2  # tracks
 Event = dict[str, Any]
 
 
-def trace_of(timeline: Timeline, lines: Sequence[Stages]) -> str:
-    """Counters of bytes by term, and stages and loops as slices; each way of running the step is a process of its own."""
-    events = [event for number, course in enumerate(timeline.courses, 1) for event in _of_course(course, number)]
-    stage_of = {run: name for line in lines for run, name in line.loops_of_stages}
+def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
+    """Counters of bytes by term, and stages and loops as slices; each way of running the step is a process of its own.
+
+    `stage_of` has the stage of each loop.
+    """
+    source = timeline.source
+    events = [event for number, course in enumerate(timeline.courses, 1) for event in _of_course(course, number, source)]
     events += _named(1, STAGES, "stages"), _named(1, LOOPS, "loops")
     events += _slices(timeline.ours.loops, stage_of)
-    about = {"source": "predicted by streamfx", "time": f"predicted seconds: {timeline.clock}"}
+    about = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
-def _of_course(course: Course, process: int) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} (predicted)"}}
+def _of_course(course: Course, process: int, source: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} ({source})"}}
     for i, at in enumerate(course.seconds):
         sizes = {name: column[i] for name, column in course.terms.items()}
         yield {"ph": "C", "name": "bytes alive", "pid": process, "ts": at * MICROSECONDS, "args": sizes}
@@ -37,7 +39,7 @@ def _named(process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slices(loops: Sequence[LoopTime], stage_of: dict[str, str]) -> Iterator[Event]:
+def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
     """Loops, and a stage for as long as loops of it follow one another."""
     open_: list[LoopTime] = []
     for loop in loops:
@@ -50,7 +52,7 @@ def _slices(loops: Sequence[LoopTime], stage_of: dict[str, str]) -> Iterator[Eve
     yield from _stage(open_, stage_of)
 
 
-def _stage(loops: Sequence[LoopTime], stage_of: dict[str, str]) -> Iterator[Event]:
+def _stage(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
     if loops and (name := stage_of.get(loops[0].name)):
         yield _slice(name, STAGES, loops[0].begins, loops[-1].ends, {"loops": len(loops)})
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from torch import fx
 
-from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
-from streamfx.log import log
 from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, why_opaque
@@ -22,11 +19,6 @@ from streamfx.torch_private.lines import source_line
 
 MOST = 160  # characters of an unexpected error that a report shows
 FEW = 3  # operators that a reason names
-MUCH_WORK = 10**9  # FLOPs of a graph: with less, nobody misses the loops
-WHOLE_GRAPH = (
-    "a graph of {flops:.1e} FLOPs is run without streaming: {why}. The result is exact, the memory is that of plain autograd. "
-    "streamfx.explain shows more."
-)
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
 FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
@@ -123,15 +115,3 @@ def check_strict(facts: Facts, options: Options) -> None:
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
         )
-
-
-def tell_of_whole_graph(facts: Facts) -> None:
-    """Say of a training step's graph with much work that nothing of it streams, once for each reason."""
-    flops = 0 if facts.failed else flops_of_graph(facts.joint.graph)
-    if flops >= MUCH_WORK:
-        _tell_once(WHOLE_GRAPH.format(flops=float(flops), why=why_no_stages(facts)))
-
-
-@cache
-def _tell_once(text: str) -> None:
-    log.warning("%s", text)

@@ -18,6 +18,7 @@ from streamfx.report.details import LoopReport, SavedReport, bounds_of, loop_rep
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.watch import Place
 from streamfx.torch_private.lines import source_line
 
 
@@ -128,6 +129,18 @@ def loops_of(stage: Stage, facts: Facts) -> list[Loop]:
     """The loops that make the values of a stage, forward and backward."""
     names = {node.name for node in (*stage.forward, *stage.backward)}
     return [loop for loop in known(facts.program).loops if loop.spec.labels and loop.spec.labels[0] in names]
+
+
+def place_loops(facts: Facts) -> None:
+    """Tell each loop of a program which stage and which half it is part of, for measurements."""
+    program = facts.program
+    if program is None:
+        return
+    stage_of = {node.name: stage.name for stage in facts.stages for node in (*stage.forward, *stage.backward)}
+    forward = {name for name, _ in program.forward.named_children()}
+    for loop in program.loops:
+        stage = next((stage_of[label] for label in loop.spec.labels if label in stage_of), "between stages")
+        loop.place = Place(stage, "forward" if loop.spec.name in forward else "backward")
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:

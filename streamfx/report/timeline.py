@@ -69,10 +69,11 @@ class Course:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Our course first, then those of other ways; `clock` says how seconds were predicted."""
+    """Our course first, then those of other ways; `source` says whether they are predicted, `clock` how seconds were."""
 
     courses: tuple[Course, ...]
     clock: str
+    source: str = "predicted"
 
     @property
     def ours(self) -> Course:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from streamfx.progress import Asked, Tally
 from streamfx.runtime.segments import Segment
 from streamfx.runtime.written import Call, function_of
 
@@ -26,6 +27,14 @@ def single_call(node: fx.Node, body: fx.GraphModule) -> Call:
 
 def _of_several(call: Call) -> Call:
     return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
+
+
+def tallied(bodies: Sequence[CompiledBody], progress: Asked) -> None:
+    """Let it be told how many of the stretches of a program's bodies are compiled; those that are equal are compiled once."""
+    segments = [segment for body in bodies for segment in body.segments]
+    tally = Tally("compiling", len({segment.structure for segment in segments}), progress)
+    for segment in segments:
+        segment.tally = tally
 
 
 class CompiledBody:

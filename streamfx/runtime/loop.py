@@ -17,6 +17,7 @@ from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_code import written_inputs, written_loop
 from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
 from streamfx.runtime.sizes import compiled_size
+from streamfx.runtime.watch import Place, watching
 
 Env = dict[str, int]
 Run: TypeAlias = "Callable[..., None]"
@@ -31,6 +32,7 @@ class Loop(nn.Module):
         self.spec = spec
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # runs in place of the body
+        self.place: Place | None = None  # measured are loops that have one
         self._sizes: dict[Size, Callable[[Env], int]] = {}
         self._written: tuple[LoopSpec, tuple[Run, Masks]] | None = None
 
@@ -40,11 +42,17 @@ class Loop(nn.Module):
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         """Values of the symbols, then tensors, to the stacked rows of each result, then the buffers that are results."""
-        spec = self.spec
-        env: Env = {symbol.name: int(value) for symbol, value in zip(spec.symbols, arguments, strict=False)}
-        tensors = arguments[len(spec.symbols) :]
-        length = self.size(spec.length, env)
+        env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
+        length = self.size(self.spec.length, env)
         step = self.rows_per_chunk(length, env)
+        watch, place = watching.by, self.place
+        if watch is None or place is None:
+            return self._run(arguments, env, length, step)
+        count = -(-length // step)
+        return watch.loop(self.spec.name, place, count, lambda: self._run(arguments, env, length, step))
+
+    def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
+        spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
         env["chunks"] = chunks = max(1, -(-length // step))
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)

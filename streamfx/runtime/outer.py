@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from streamfx.errors import StaleGraph
 from streamfx.runtime.as_traced import reinterpreted, unmarked
 from streamfx.runtime.mask_programs import Looks, looking
+from streamfx.runtime.watch import watching
 from streamfx.runtime.written import Call, function_of
 
 aten = torch.ops.aten
@@ -85,10 +86,13 @@ class OuterRunner:
         self.module = module
         self._graph = OuterGraph(module)
         self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
+        self.about: Any = None  # what a measurement is told of a forward half
         self._boxed_call = True  # on the instance: torch._dynamo.disable copies no class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         self._check_gradients(arguments)
+        if watching.by is not None and self.about is not None:
+            watching.by.half(self.about)
         if self._is_backward:
             arguments[:] = map(unmarked, arguments)
         given = {id(argument) for argument in arguments} if self._saves_after is not None else set()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, fx
 
 from streamfx.ir.structure import structure
 from streamfx.log import log
+from streamfx.progress import Tally
 from streamfx.runtime.forms import (
     Family,
     Form,
@@ -49,6 +51,7 @@ class Segment:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.structure = structure(module.graph)
+        self.tally: Tally | None = None  # of those that are compiled for the same program
         self._seen: dict[Hashable, Numbers] = {}
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
 
@@ -85,8 +88,12 @@ class Segment:
             first = self._seen.setdefault(kinds, numbers)
             if first == numbers:
                 return None
-            return compiled(self.module, family_of(first, numbers) or single(numbers), numbers, inputs)
-        return compiled(self.module, wider(forms, numbers), numbers, inputs)
+            return self._compiled(family_of(first, numbers) or single(numbers), numbers, inputs)
+        return self._compiled(wider(forms, numbers), numbers, inputs)
+
+    def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:
+        with nullcontext() if self.tally is None else self.tally.one():
+            return compiled(self.module, family, numbers, inputs)
 
 
 def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:

@@ -48,11 +48,11 @@ def pair_dimensions(graph: fx.Graph) -> None:
     graph is for: ids and labels, of which torch knows that `b * t == c * u` (2.11, 2.13). A call with others is traced again.
     """
     given = [node.meta["val"] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.Tensor)]
-    several = [value.shape for value in given if sum(isinstance(size, torch.SymInt) for size in value.shape) > 1]
-    sizes: Any = next((size.node.shape_env for shape in several for size in shape if isinstance(size, torch.SymInt)), None)
+    dynamic = [value.shape for value in given if any(isinstance(size, torch.SymInt) for size in value.shape)]
+    sizes: Any = next((size.node.shape_env for shape in dynamic for size in shape if isinstance(size, torch.SymInt)), None)
     products = {difference for guard in getattr(sizes, "guards", ()) for difference in _differences(sizes, guard.expr)}
-    for position, one in enumerate(several if products else ()):
-        for other in several[position + 1 :]:
+    for position, one in enumerate(dynamic if products else ()):
+        for other in dynamic[position + 1 :]:
             is_alike = len(one) == len(other) and all(map(operator.eq, map(size_hint, one), map(size_hint, other)))
             if is_alike and sizes.replace(_product(one) - _product(other)).expand() in products:
                 for size, same in zip(one, other, strict=True):

@@ -1,0 +1,8 @@
+"""`python -m streamfx` is the command `streamfx`."""
+
+import sys
+
+from streamfx.cli import command
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,99 @@
+"""The layers that a model repeats, and whether few of them can stand for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamfx.cost.repeated import Repeat
+from streamfx.inspection.untouched import held_tensors, modules_of
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first."""
+    return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
+
+
+@contextmanager
+def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
+    """The model with the first layers of each of its outermost lists, in place, and with all of them afterwards."""
+    lists = [module for module in _lists_of(model) if len(module) > count]
+    kept = [module._modules for module in lists]
+    for module in lists:
+        module._modules = dict(list(module._modules.items())[:count])
+    try:
+        yield
+    finally:
+        for module, layers in zip(lists, kept, strict=True):
+            module._modules = layers
+
+
+def _lists_of(model: Callable[..., Any]) -> list[nn.ModuleList]:
+    found: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in modules_of(model):
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            found.append(module)
+            inside.update(part for layer in _in(module) for part in layer.modules())
+    return found
+
+
+def _in(modules: nn.ModuleList) -> list[nn.Module]:
+    return [layer for layer in modules if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
+
+
+def repeat_of(model: Callable[..., Any]) -> Repeat | None:
+    """Which of a model's layers may stand for all by what they hold; None if none do, or that saves little.
+
+    Whether they do the same is for who runs them to see. The last layer that is kept is like the last of all, and so are those
+    before it.
+    """
+    lists = sorted(_lists_of(model), key=len)
+    if not lists:
+        return None
+    layers = _in(lists[-1])
+    count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
+    if count != len(lists[-1]) or not _stand_alone(model, layers):
+        return None
+    kinds = [_kind(layer) for layer in layers]
+    found = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
+    return found if found is not None and longest <= found.kept <= count // 2 else None
+
+
+def _repeat(kinds: Sequence[Any], period: int) -> Repeat:
+    count = len(kinds)
+    changes = [i for i in range(count - period) if kinds[i] != kinds[i + period]]
+    front = max(1, changes[-1] + 1 if changes else 0)
+    least = front + 2 * period + 1
+    return Repeat(front, period, least + (count - least) % period, count)
+
+
+def _stand_alone(model: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
+    """Whether no tensor of a layer is held anywhere else."""
+    held = Counter(id(tensor) for module in modules_of(model) for tensor in held_tensors(module))
+    own = Counter(id(tensor) for layer in layers for module in layer.modules() for tensor in held_tensors(module))
+    return all(held[tensor] == count == 1 for tensor, count in own.items())
+
+
+def _kind(layer: nn.Module) -> Any:
+    """The modules of a layer, whose hooks are its own, and what tensors these hold."""
+    return [
+        (name, type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], _held_by(module))
+        for name, module in layer.named_modules()
+    ]
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    held = {**module._parameters, **module._buffers}
+    return [(name, None if tensor is None else _described(tensor)) for name, tensor in held.items()]
+
+
+def _described(tensor: Tensor) -> Any:
+    hooks = (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)) and id(tensor)
+    return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad, hooks

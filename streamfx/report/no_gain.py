@@ -1,0 +1,85 @@
+"""The one warning that a step with much work saves no memory: it runs as it stood, or takes no less than with checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from torch import fx
+
+from streamfx.budget import in_bytes
+from streamfx.cost.flops import flops_of_graph
+from streamfx.cost.memory import bytes_like
+from streamfx.errors import told
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import is_tensor
+from streamfx.log import log
+from streamfx.options import Options
+from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.collectives import has_collectives
+from streamfx.passes.partition.chunk_sizes import gradient_bytes
+from streamfx.report.brief import predicted
+from streamfx.report.reasons import why_no_stages
+
+MUCH_WORK = 10**11  # FLOPs of a graph: with less, nobody misses the loops
+MORE = "streamfx.explain shows more"
+WHOLE_GRAPH = (
+    "a graph of {flops:.1e} FLOPs is run without streaming: {why}. The result is exact, the memory is that of plain autograd. "
+    f"{MORE}."
+)
+NO_GAIN = (
+    "a graph of {flops:.1e} FLOPs streams, and saves nothing: {ours} are predicted at the peak for activations and gradients, "
+    "and gradient checkpointing takes about {other}. Most of it are gradients, or what runs whole, or the sequence is short: "
+    f"{MORE}."
+)
+
+
+def tell_of_no_gain(facts: Facts, options: Options) -> None:
+    """Say of a training step's graph with much work that no memory is saved, once for each reason.
+
+    Within a memory budget more is taken on purpose. What other ranks hold is not counted, so of their graphs only those are told
+    of that do not stream at all. What cannot be told must not keep a graph from being compiled.
+    """
+    if facts.failed:  # which was said
+        return
+    flops = flops_of_graph(facts.joint.graph)
+    if flops < MUCH_WORK:
+        return
+    if facts.program is None:
+        _tell_once(WHOLE_GRAPH.format(flops=float(flops), why=why_no_stages(facts)))
+    elif options.memory_budget is None and not has_collectives(facts.joint.graph):
+        try:
+            ours, other = predicted(facts).peak, checkpointing_bytes(facts)
+        except Exception as error:
+            log.info("not known whether a graph saves memory: %s", told(error))
+            return
+        if ours >= other:
+            _tell_once(NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
+
+
+def checkpointing_bytes(facts: Facts) -> int:
+    """About the most bytes that are alive where each stage is a checkpoint, all gradients included: what stages hand on, and what
+    one of them makes for its backward stretch, with the largest gradient there.
+    """
+    joint, kept, peak = facts.joint, set[fx.Node](), 0
+    gradients = gradient_bytes(joint.gradients)
+    for stage in facts.stages:
+        own = _made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
+        work = max((bytes_like(node.meta["val"]) for node in stage.backward if is_tensor(node)), default=0)
+        peak = max(peak, _bytes(kept | own) + work)
+        kept |= _made(stage.outputs)
+    return peak + gradients
+
+
+def _made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The values whose memory these show, but for those that are given."""
+    return {memory for node in nodes if is_tensor(node) for memory in memories(node) if memory.op == "call_function"}
+
+
+def _bytes(values: Iterable[fx.Node]) -> int:
+    return sum(bytes_like(node.meta.get("val")) for node in values)
+
+
+@cache
+def _tell_once(text: str) -> None:
+    log.warning("%s", text)

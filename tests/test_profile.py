@@ -1,0 +1,192 @@
+"""`streamfx.profile`: what is measured of a step is what ran, and is beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import streamfx
+from streamfx.report.measured import LoopRan, Measured, measured, table_of
+from streamfx.runtime.watch import watching
+from tests.support.small import Causal, tokens
+from tests.test_peaks import Decoder
+from tests.test_peaks import tokens as rows
+
+ROWS, CHUNK = 1024, 128
+
+
+@pytest.fixture(scope="module")
+def step() -> Callable[[], None]:
+    """A step that is compiled already."""
+    torch._dynamo.reset()
+    model, ids = Decoder(), rows(ROWS)
+    compiled = torch.compile(
+        model, backend="streambp", options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "bodies": "eager"}
+    )
+
+    def run() -> None:
+        compiled(ids).backward()
+
+    run()
+    model.zero_grad()
+    return run
+
+
+@pytest.fixture(scope="module")
+def profiled(step: Callable[[], None]) -> streamfx.Profile:
+    with streamfx.profile() as profile:
+        step()
+    return profile
+
+
+def test_loops_are_those_that_explain_shows(profiled: streamfx.Profile) -> None:
+    explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
+    expected = {
+        (run["name"], stage["name"], run["half"], run["chunks"]) for stage in explained["stages"] for run in stage["runs"]
+    }
+    found = [(loop["name"], loop["stage"], loop["half"], loop["chunks"]) for loop in profiled.summary()["loops"]]
+    assert set(found) == expected and len(found) == len(expected)
+    halves = [half for _, _, half, _ in found]
+    assert halves == sorted(halves, reverse=True) and set(halves) == {"forward", "backward"}
+
+
+def test_loops_follow_one_another_within_the_step(profiled: streamfx.Profile) -> None:
+    edges = [edge for loop in profiled.measured.loops for edge in (loop.begins, loop.ends)]
+    assert edges == sorted(edges)
+    assert edges[0] > 0 and edges[-1] < profiled.measured.seconds
+    assert sum(loop.seconds for loop in profiled.measured.loops) > 0.3 * profiled.measured.seconds
+
+
+def test_the_peak_is_the_one_that_was_predicted(profiled: streamfx.Profile) -> None:
+    explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
+    assert profiled.predicted_peak_bytes == explained["peak_bytes"]
+    assert profiled.peak_bytes == pytest.approx(explained["peak_bytes"], rel=0.05)
+    assert profiled.peak_bytes == max(loop.peak_bytes for loop in profiled.measured.loops)
+
+
+def test_the_trace(profiled: streamfx.Profile, tmp_path: Path) -> None:
+    trace = json.loads(profiled.to_perfetto(tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    counters = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
+    assert max(counters) == profiled.peak_bytes
+    names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2]
+    assert names == [loop.name for loop in profiled.measured.loops]
+    stages = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 1]
+    assert stages == ["layers.0", "layers.1", "layers.2", "head", "layers.2", "layers.1", "layers.0"]
+    assert "predicted" not in json.dumps(trace)
+    with pytest.raises(streamfx.ReportError, match="no folder"):
+        profiled.to_perfetto(tmp_path / "nowhere" / "trace.json")
+
+
+def test_the_table(profiled: streamfx.Profile) -> None:
+    lines = str(profiled).splitlines()
+    assert "were predicted for activations and gradients" in lines[1]
+    body = [line.split() for line in lines[4:]]
+    assert [row[:2] for row in body[:2]] == [["layers.0-2", "forward"], ["head", "forward"]]
+    assert ["layers.0-2", "backward"] in [row[:2] for row in body]
+    assert [row[2:4] for row in body[:2]] == [["3", "24"], ["1", "8"]]
+    shares = [float(share) for line in lines[4:] for share in [line.split(" %")[0].split()[-1]]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_what_is_alive_and_when() -> None:
+    moves = [(10, 5, "cpu"), (20, 100, "cuda"), (30, 50, "cuda"), (40, -100, "cuda"), (60, 20, "cuda"), (90, 1000, "cuda")]
+    found = measured(0, 80, moves, [(0, 15, "a", "s", "forward", 1), (35, 70, "b", "s", "backward", 2)])
+    assert (found.device, found.alive, found.peak_bytes) == ("cuda", (100, 150, 50, 70), 150)
+    assert [loop.peak_bytes for loop in found.loops] == [0, 150]
+
+
+def test_two_graphs_have_no_predicted_peak_of_their_own() -> None:
+    ids, halves = tokens(2, 64), []
+    for chunk in (16, 32):
+        torch._dynamo.reset()
+        halves.append(torch.compile(Causal(), backend="streambp", options={"chunk_size": chunk, "bodies": "eager"}))
+        halves[-1](ids, ids).backward()
+    with streamfx.profile() as profile:
+        for half in halves:
+            half(ids, ids).backward()
+    assert profile.predicted_peak_bytes is None
+    assert "predicted" not in str(profile)
+    assert {loop.chunks for loop in profile.measured.loops} >= {4, 2}
+
+
+def test_a_block_without_a_compiled_step_says_so() -> None:
+    with streamfx.profile() as profile:
+        kept = torch.zeros(1000)
+    assert "no loop of streamfx ran" in str(profile)
+    assert profile.summary()["loops"] == [] and profile.predicted_peak_bytes is None
+    assert profile.peak_bytes == kept.nbytes
+
+
+def test_what_is_compiled_inside_is_not_taken_for_the_step() -> None:
+    """Costs are predicted by loops that run few of their chunks."""
+    torch._dynamo.reset()
+    ids = tokens(2, 64)
+    compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
+    with streamfx.profile() as profile:
+        compiled(ids, ids).backward()
+        str(streamfx.explain(Causal(), ids, ids, chunk_size=16))
+    assert len(profile.measured.loops) == 4
+
+
+def test_one_at_a_time() -> None:
+    refused: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(streamfx.ProfileError, match=r"another streamfx.profile\(\) is on") as caught, streamfx.profile():
+            pass
+        refused.append(str(caught.value))
+
+    with streamfx.profile() as profile:
+        with pytest.raises(streamfx.ProfileError, match="still running"):
+            str(profile)
+        (thread := threading.Thread(target=other)).start()
+        thread.join()
+        other()
+    assert len(refused) == 2
+    str(profile)  # it is none the worse for it
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(streamfx.ProfileError, match="torch's profiler is on"),
+        streamfx.profile(),
+    ):
+        pass
+    with streamfx.profile():
+        assert watching.by is not None
+
+
+def test_an_error_inside_ends_it() -> None:
+    with pytest.raises(ZeroDivisionError), streamfx.profile() as profile:
+        _ = 1 / 0
+    assert watching.by is None
+    with pytest.raises(streamfx.ProfileError, match="ended with an error"):
+        profile.summary()
+    with streamfx.profile():
+        pass
+
+
+def test_gradients_are_those_of_a_step_that_nobody_measures() -> None:
+    torch._dynamo.reset()
+    model, ids = Causal().double(), tokens(2, 64)
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
+    compiled(ids, ids).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with streamfx.profile():
+        compiled(ids, ids).backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_stages_with_numbers_are_one_line() -> None:
+    loops: list[LoopRan] = []
+    for i, stage in enumerate(["layers.1", "layers.0"]):
+        loops += [LoopRan(f"l{i}", stage, "backward", 3, i, i + 0.5)]
+    text = list(table_of(Measured(2.0, (), (), tuple(loops), "cpu"), None))
+    assert text[4].split() == ["layers.0-1", "backward", "2", "6", "1.0", "s", "50.0", "%", "0", "bytes"]
+    assert text[5].split()[-2:] == ["50.0", "%"]
