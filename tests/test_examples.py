@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ class Interrupting:
 
 
 INTERRUPTED_AT = 2  # the bars of reading and of the first way, or of both ways that were finished
-TOLD = {"loss": 1.0, "value": 1.0, "seconds": 1.0, "peak": 1, "difference": 0.0}
+TOLD = {"loss": 1.0, "value": 1.0, "seconds": 1.0, "peak": 1, "difference": 0.0, "tolerance": 1e-4}
 
 
 @pytest.mark.parametrize(("name", "finished"), [("train_long_context", 1), ("side_by_side", 2)])
@@ -74,6 +76,38 @@ def test_an_interrupt_keeps_what_is_finished(
     printed = capsys.readouterr()
     assert len(json.loads(printed.out.splitlines()[-1])["rows"]) == finished
     assert f"interrupted: {finished} of" in printed.err
+
+
+@pytest.fixture
+def long_context(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("train_long_context")
+
+
+def test_the_table_has_shares_of_checkpointing_and_says_what_is_rounding(
+    long_context: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        long_context.row(method, [{**TOLD, "peak": peak, "difference": difference}])
+        for method, peak, difference in (("eager", 3 << 20, None), ("checkpointing", 2 << 20, 0.0), ("streambp", 1 << 20, 0.5))
+    ]
+    long_context.print_table(rows, "three ways")
+    eager, usual, ours = (line for line in capsys.readouterr().out.splitlines() if "MiB" in line)
+    assert "3 MiB (1.50)" in eager and " - " in eager
+    assert "2 MiB (1.00)" in usual and "\u2713 0.0e+00" in usual
+    assert "1 MiB (0.50)" in ours and "\u2717 5.0e-01" in ours
+    long_context.print_table([rows[0], {"method": "gradient checkpointing", "failed": "out of memory"}], "two ways")
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed and "(" not in printed
+
+
+def test_what_is_compiled_is_shown_and_what_fails_is_kept(long_context: Any, tmp_path: Path) -> None:
+    shown: list[str] = []
+    said = "streamfx: compiling 3 of 6 ...\nstreamfx: a model is not trained\nValueError: no\n"
+    progress, errors = SimpleNamespace(update=lambda bar, loss: shown.append(loss)), tmp_path / "errors.txt"
+    long_context.heard(SimpleNamespace(stderr=StringIO(said)), errors, 0, progress)
+    assert shown == ["compiling 3 of 6 ..."]
+    assert errors.read_text() == said.split("\n", 1)[1]
 
 
 @pytest.mark.long
