@@ -7,6 +7,7 @@ can be called (`tests/support/cuda_kernels.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import attention, cuda_attention, kernels, plain_attention
+from streamfx.runtime import attention, cuda_attention, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST
 from tests.support.cuda_kernels import in_their_place, plain
 from tests.support.spread import spread
@@ -223,3 +224,80 @@ def test_a_bias_that_wants_a_gradient_is_left_to_its_kernel(half: None) -> None:
     bias = torch.randn(16, 16, dtype=torch.float64, requires_grad=True)
     with pytest.raises(AssertionError):  # the stand-in has no gradient for it
         traced(function, [x, bias])
+
+
+@contextmanager
+def without_biases() -> Iterator[None]:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel with a bias was called")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_attention, "forward", refused)
+        patch.setattr(cuda_attention, "backward", refused)
+        yield
+
+
+def bands(rows: int, keys: int, left: int) -> Tensor:
+    """A bias that shows keys i + keys - rows - left .. i + keys - rows."""
+    own = torch.arange(rows)[:, None] + keys - rows
+    seen = (torch.arange(keys) <= own) & (torch.arange(keys) >= own - left)
+    return torch.zeros(1, 1, rows, keys, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "left"), [(8, 12, 4), (8, 8, 3), (1, 5, 4), (1, 1, 0), (5, 11, 0), (3, 9, 8), (3, 9, 9), (3, 9, 1 << 40)]
+)
+@pytest.mark.parametrize("width", [HEAD, 5])
+def test_a_window_takes_one_call_without_a_bias(rows: int, keys: int, left: int, width: int, half: None) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, size, width, dtype=torch.float64) for heads, size in ((4, rows), (2, keys), (2, keys)))
+    bias, span = bands(rows, keys, left), (-left, 0)
+    wanted = plain_attention.forward(q, k, v, bias, False, None)
+    with without_biases():
+        found = attention.forward(q, k, v, None, keys - rows, span)
+        gradient = torch.randn_like(found[0])
+        made = attention.backward(gradient, q, k, v, *found, None, keys - rows, span)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bias, False, None))
+
+
+@pytest.mark.parametrize("window", [(-4, 1), (-4, -1), (None, 1)])
+def test_a_window_that_ends_elsewhere_is_a_bias(window: tuple[int | None, int], half: None) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
+    low, high = window
+    delta = torch.arange(9) - torch.arange(4, 9)[:, None]
+    hidden = (delta > high) | (delta < (-9 if low is None else low))
+    bias = torch.zeros(1, 1, 5, 9, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+    torch.testing.assert_close(attention.forward(q, k, v, None, 4, window), plain_attention.forward(q, k, v, bias, False, None))
+
+
+@pytest.mark.parametrize("fault", ["refuses", "shows too much", "another gradient"])
+def test_kernels_that_do_not_hide_are_not_called(fault: str, half: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window is then a bias: what a device's kernels do is tried on a few rows, once."""
+    real = cuda_windows._flash, cuda_windows._flash_backward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
+        if fault == "refuses":
+            raise RuntimeError("This flash attention build does not support local attention.")
+        return real[0](q, k, v, left + (fault == "shows too much"), scale)
+
+    def backward(*given: Any) -> Any:
+        made = real[1](*given)
+        return (made[0], made[1].mul(1.1), made[2]) if fault == "another gradient" else made
+
+    monkeypatch.setattr(cuda_windows, "_flash", forward)
+    monkeypatch.setattr(cuda_windows, "_flash_backward", backward)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
+    cuda_windows.hides.cache_clear()
+    try:
+        assert not cuda_windows.hides(q.device, q.dtype, HEAD)
+        found = attention.forward(q, k, v, None, 4, (-2, 0))
+        gradient = torch.randn_like(found[0])
+        made = attention.backward(gradient, q, k, v, *found, None, 4, (-2, 0))
+    finally:
+        cuda_windows.hides.cache_clear()
+    wanted = plain_attention.forward(q, k, v, bands(5, 9, 2), False, None)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bands(5, 9, 2), False, None))

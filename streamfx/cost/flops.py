@@ -70,11 +70,13 @@ def is_fused_attention(target: Any) -> bool:
 
 
 def _seen(target: Any, arguments: Mapping[str, Any]) -> Span:
-    """What the operator's own flag leaves visible: CUDA's flash attention aligns it at the last row and key."""
+    """What the operator's own flag or window leaves visible: CUDA's flash attention aligns it at the last row and key."""
+    past = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
+    if "left" in arguments:
+        return Span(past - arguments["left"], past)
     if not arguments.get("is_causal"):
         return Span()
     ends_last = target.name().startswith("aten::_scaled_dot_product_flash_attention") and "for_cpu" not in target.name()
-    past = size_hint(arguments["key"].shape[2]) - size_hint(arguments["query"].shape[2])
     return Span(high=past if ends_last else 0)
 
 

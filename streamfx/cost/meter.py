@@ -212,8 +212,9 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
-        is_causal = arguments_by_name(func, args, kwargs).get("is_causal")
-        return Work(flops, 0, flops, 1, masked_flops=0 if is_causal else flops)
+        arguments = arguments_by_name(func, args, kwargs)
+        hides = arguments.get("is_causal") or "left" in arguments
+        return Work(flops, 0, flops, 1, masked_flops=0 if hides else flops)
     moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
     if (sent := sent_by(func, args, kwargs, out)) is not None:
         name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
-from streamfx.runtime import experts
+from streamfx.runtime import cuda_windows, experts
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.torch_private import OpOverload
 
@@ -78,6 +78,7 @@ def _up(number: int, multiple: int) -> int:
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    cuda_windows.ATTENTION_WINDOW_BACKWARD: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,

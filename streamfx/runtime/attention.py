@@ -1,26 +1,37 @@
 """Attention of a chunk's queries over the keys they see.
 
-A chunk in the middle of the sequence takes one call of a kernel that aligns its causal mask at the last row and the last key.
-Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is square;
-their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and log-sum-exp, as
-ring attention does. A mask that depends on data is taken apart into pieces first (see `visible.py`), each of which is such a call
-on some of the rows and some of the keys.
+A chunk in the middle of the sequence takes one call of a kernel that aligns its causal mask, or its window, at the last row and
+key. Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is
+square; their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and
+log-sum-exp, as ring attention does. A window that no kernel hides is a bias. A mask that depends on data is taken apart into
+pieces first (see `visible.py`), each of which is such a call on some of the rows and some of the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamfx.runtime import kernels
 from streamfx.runtime.mask_programs import Mask
-from streamfx.runtime.plain_attention import LAST
+from streamfx.runtime.plain_attention import LAST, Last
 from streamfx.runtime.visible import Kind, Piece
 
 Window = tuple["int | None", "int | None"]
 Bias = Callable[[], "Tensor | None"]
+
+
+class Seen(NamedTuple):
+    """What rows see: pieces, and the mask [b h m n] of those that are mixed, with the window in it. `last` says the same of all
+    rows, where a kernel's own mask can that ends at the last row and key.
+    """
+
+    pieces: Sequence[Piece]
+    bias: Bias
+    last: Last | None
 
 
 def forward(
@@ -39,14 +50,14 @@ def forward(
     `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high), None being
     unbounded; without a window it sees all. `finite_hides`: scores are small beside the huge negative numbers of a mask.
     """
-    pieces, bias = _seen(query, key, mask, first, window, finite_hides)
+    pieces, bias, last = _seen(query, key, mask, first, window, finite_hides)
     if _is_all(pieces, query, key):
-        return _forward(pieces[0].kind, query, key, value, bias, scale)
+        return _forward(pieces[0].kind, query, key, value, bias, last, scale)
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     for piece in pieces:
         parts = _rows(piece, query), _keys(piece, key), _keys(piece, value)
-        own = _forward(piece.kind, *parts, _bias_of(piece, bias), scale)
+        own = _forward(piece.kind, *parts, _bias_of(piece, bias), None, scale)
         _rows(piece, out).copy_(own[0])
         _rows(piece, lse).copy_(own[1])
     return out, lse
@@ -67,14 +78,15 @@ def backward(
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, and the chunk's part of those of the keys and values it sees."""
-    pieces, bias = _seen(query, key, mask, first, window, finite_hides)
+    pieces, bias, last = _seen(query, key, mask, first, window, finite_hides)
     if _is_all(pieces, query, key):
-        return _backward(pieces[0].kind, gradient, query, key, value, out, lse, bias, scale)
+        return _backward(pieces[0].kind, gradient, query, key, value, out, lse, bias, last, scale)
     dq, dk, dv = (torch.zeros_like(item) for item in (query, key, value))
     for piece in pieces:
         own_gradient, own_query, own_out, own_lse = (_rows(piece, item) for item in (gradient, query, out, lse))
         keys, values = _keys(piece, key), _keys(piece, value)
-        own = _backward(piece.kind, own_gradient, own_query, keys, values, own_out, own_lse, _bias_of(piece, bias), scale)
+        own_bias = _bias_of(piece, bias)
+        own = _backward(piece.kind, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale)
         _rows(piece, dq).copy_(own[0])
         _keys(piece, dk).add_(own[1])
         _keys(piece, dv).add_(own[2])
@@ -84,7 +96,11 @@ def backward(
 # -- one call, or a past and a diagonal
 
 
-def _forward(kind: Kind, query: Tensor, key: Tensor, value: Tensor, bias: Bias, scale: float | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    kind: Kind, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: Last | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+        return kernels.forward(query, key, value, None, last, scale)
     if kind is not Kind.CAUSAL:
         return kernels.forward(query, key, value, bias() if kind is Kind.MIXED else None, False, scale)
     past = key.shape[2] - query.shape[2]
@@ -104,8 +120,11 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     bias: Bias,
+    last: Last | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+        return kernels.backward(gradient, query, key, value, out, lse, None, last, scale)
     if kind is not Kind.CAUSAL:
         mask = bias() if kind is Kind.MIXED else None
         return kernels.backward(gradient, query, key, value, out, lse, mask, False, scale)
@@ -130,19 +149,24 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 def _seen(
     query: Tensor, key: Tensor, mask: Tensor | Mask | None, first: int | None, window: Window | None, finite_hides: bool
-) -> tuple[Sequence[Piece], Bias]:
-    """Pieces, and the mask [b h m n] for those that are mixed, with the window in it."""
+) -> Seen:
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
     bounded = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not bounded:
-        return mask.pieces(rows, keys, batch, finite_hides), mask.dense
+        return Seen(mask.pieces(rows, keys, batch, finite_hides), mask.dense, None)
     dense = mask.dense() if isinstance(mask, Mask) else mask
-    kind = Kind.MIXED
-    if dense is None and not bounded:
-        kind = Kind.FULL
-    elif dense is None and window == (None, 0) and first is not None and first >= 0 and keys - first == rows:
-        kind = Kind.CAUSAL
-    return (Piece(kind, (0, rows), (0, keys), (0, batch)),), lambda: _with_window(query, key, dense, first, window)
+    last = _ends_last(rows, keys, first, window) if dense is None else None
+    kind = Kind.FULL if dense is None and not bounded else Kind.CAUSAL if last == LAST else Kind.MIXED
+    whole = Piece(kind, (0, rows), (0, keys), (0, batch))
+    return Seen((whole,), lambda: _with_window(query, key, dense, first, window), last)
+
+
+def _ends_last(rows: int, keys: int, first: int | None, window: Window | None) -> Last | None:
+    """The window, where each row's own key is the last that it sees, and the last row's own is the last of all."""
+    if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
+        return None
+    low = window[0]
+    return LAST if low is None else Last(-low) if low <= 0 else None
 
 
 def _is_all(pieces: Sequence[Piece], query: Tensor, key: Tensor) -> bool:

@@ -28,7 +28,7 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m]."""
-    query, key, value, scale = _readable(query, key, value, scale)
+    query, key, value, scale = readable(query, key, value, scale)
     if is_flash(query, key, value, bias, causal, scale):
         made = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return made[0], made[1]
@@ -50,9 +50,8 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    query, key, value, scale = _readable(query, key, value, scale)
-    gradient, out = (layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))
-    gradient = layouts.aligned(gradient)  # attention_backward.cu: made contiguous there; of another type, misread
+    query, key, value, scale = readable(query, key, value, scale)
+    gradient, out = readable_results(gradient, out, query)
     if is_flash(query, key, value, bias, causal, scale):
         return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -88,7 +87,7 @@ def flash_width(device: torch.device) -> int:
     return 192 if is_small else 256  # flash_api.cpp: mha_fwd
 
 
-def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+def readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Heads of a width that the kernels load whole (sdp_utils.cpp: minimum_gemm_alignment), and where they can load them.
 
     Columns of zeros change no score, only the scale that a width stands for.
@@ -97,6 +96,12 @@ def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
         scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = (layouts.aligned(layouts.widened(item, layouts.ALIGNED)) for item in (query, key, value))
     return query, key, value, scale
+
+
+def readable_results(gradient: Tensor, out: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """As the backward reads them (attention_backward.cu: gradients are made contiguous there; of another type, misread)."""
+    gradient, out = (layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))
+    return layouts.aligned(gradient), out
 
 
 def _flash_backward(
@@ -135,11 +140,15 @@ def _flash_block(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed, offset = (torch.zeros(size, dtype=torch.uint64, device=query.device) for size in ((2,), ()))  # of no dropout
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), seed, offset, scale=scale
+        gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), *no_dropout(query.device), scale=scale
     )
+
+
+def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The states of a generator that flash attention's backward is handed where nothing is dropped."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
 def _blocks_of_keys(query: Tensor, key: Tensor, causal: Causal) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime import cuda_attention, cuda_windows, layouts, plain_attention
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.runtime.plain_attention import Causal
 
@@ -40,7 +40,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, caus
     """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
-    as there are queries after it.
+    as there are queries after it; with `Last(left)` no more than so many before the last of these.
     """
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by their numbers
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
@@ -145,8 +145,8 @@ KERNELS = {
     "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
     "cuda": Kernels(
         cuda_attention.TYPES,
-        cuda_attention.forward,
-        cuda_attention.backward,
+        cuda_windows.forward,
+        cuda_windows.backward,
         cuda_attention.aligns_last,
         cuda_attention.are_there,
     ),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-LAST: Final = "last"
-Causal: TypeAlias = bool | Literal["last"]
+
+@dataclass(frozen=True)
+class Last:
+    """Later keys are hidden so that the last query sees the last key; hidden are also those more than `left` before its own."""
+
+    left: int | None = None
+
+
+LAST: Final = Last()
+Causal: TypeAlias = bool | Last
 """Whether later keys are hidden: with True query i sees keys 0 .. i; with LAST the last query sees all, as the last rows do."""
 
 
@@ -50,10 +59,13 @@ def _wide(*items: Tensor) -> list[Tensor]:
 
 
 def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
-    """A bias that hides later keys."""
-    past = key.shape[2] - query.shape[2] if causal == LAST else 0
+    """A bias that hides later keys, and those before a window."""
+    past = key.shape[2] - query.shape[2] if isinstance(causal, Last) else 0
     hidden = query.new_full((query.shape[2], key.shape[2]), float("-inf"))
-    return hidden.triu(1 + past).expand(1, 1, -1, -1)
+    bias = hidden.triu(1 + past)
+    if isinstance(causal, Last) and causal.left is not None:
+        bias = bias + hidden.tril(past - causal.left - 1)
+    return bias.expand(1, 1, -1, -1)
 
 
 def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:

@@ -46,33 +46,39 @@ def in_their_place(half: bool) -> Iterator[None]:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool = False
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool = False, left: int = -1
 ) -> tuple[Any, Any]:
-    """Result and log-sum-exp, in the latter's precision; `last` aligns the causal mask at the last row and key."""
+    """Result and log-sum-exp, in the latter's precision; `last` aligns the causal mask at the last row and key, and a window that
+    shows `left` keys before each row's own, if that is not negative.
+    """
     given = q.dtype
     q, k, v = (item.to(_lse_type(q)) for item in (q, k, v))
     k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
-    scores = _scores(q, k, bias, causal, scale, last)
+    scores = _scores(q, k, bias, causal, scale, last, left)
     lse = scores.logsumexp(-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ v).to(given), lse
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool, left: int = -1) -> Tensor:
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     if not causal:
         return scores
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1 + (k.shape[2] - q.shape[2]) * last), float("-inf"))
+    past, all_pairs = (k.shape[2] - q.shape[2]) * last, torch.ones_like(scores, dtype=torch.bool)
+    hidden = all_pairs.triu(1 + past)
+    hidden = hidden | all_pairs.tril(past - left - 1) if left >= 0 else hidden
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 def _gradients(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: Any, last: bool = False
-) -> Any:
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: Any, last: bool = False,
+    left: int = -1,
+) -> Any:  # fmt: skip
     given = q.dtype
     g, q, k, v, out = (item.to(_lse_type(q)) for item in (g, q, k, v, out))
     groups, each = k.shape[1], q.shape[1] // k.shape[1]
     key, value = (item.repeat_interleave(each, 1) for item in (k, v))
-    weights = (_scores(q, key, bias, causal, scale, last) - lse.unsqueeze(-1)).exp()
+    weights = (_scores(q, key, bias, causal, scale, last, left) - lse.unsqueeze(-1)).exp()
     inner = weights * (g @ value.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
     inner = inner * (q.shape[-1] ** -0.5 if scale is None else scale)
     dk, dv = inner.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
@@ -143,6 +149,13 @@ def flash_backward(
     dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     causal = _check_flash(q, k, v, dropout, causal, scale)
+    return _flash_gradients(g, q, k, v, out, lse, ends_q, ends_k, rows, keys, causal, seed, offset, scale)
+
+
+def _flash_gradients(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int,
+    causal: bool, seed: Tensor, offset: Tensor, scale: Any, left: int = -1,
+) -> Any:  # fmt: skip
     assert ends_q is None and ends_k is None and (rows, keys) == (q.shape[2], k.shape[2])
     assert (seed.dtype, tuple(seed.shape), offset.dtype, tuple(offset.shape)) == (torch.uint64, (2,), torch.uint64, ())
     # mha_bwd: CHECK_SHAPE(out), CHECK_SHAPE(dout), their types; attention_backward.cu: both are made contiguous
@@ -152,8 +165,41 @@ def flash_backward(
     b, h, m = q.shape[:3]
     assert lse.dtype == _lse_type(q) and lse.device == q.device
     lse = _read(lse, (b, h, m), (h * m, m, 1))
-    dq, dk, dv = _gradients(g, q, k, v, out, lse, None, causal, scale, last=True)
+    dq, dk, dv = _gradients(g, q, k, v, out, lse, None, causal, scale, last=True, left=left)
     return _like(q, dq), _like(k, dk), _like(v, dv)  # mha_bwd: empty_like
+
+
+def _seen_left(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: Any, left: Any, right: Any) -> int:
+    """How many keys before its own a row sees, or -1. flash_attn/flash_api.cpp: mha_fwd: windows as long as the keys are none; a
+    negative one is unbounded, and a causal flag is lost where there is one row alone: the right end has to be given."""
+    _check_flash(q, k, v, dropout, causal, scale)
+    assert right == 0 and left is not None and left >= 0 and not causal
+    return -1 if left >= k.shape[2] else left
+
+
+def flash_window(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int, dropout: float, causal: bool, debug: bool, *,
+    scale: Any = None, window_size_left: Any = None, window_size_right: Any = None,
+) -> Any:  # fmt: skip
+    """attention.cu: _flash_attention_forward, of [b m h d]."""
+    q, k, v = (item.transpose(1, 2) for item in (q, k, v))
+    left = _seen_left(q, k, v, dropout, causal, scale, window_size_left, window_size_right)
+    assert ends_q is None and ends_k is None and (rows, keys) == (q.shape[2], k.shape[2]) and not debug
+    out, lse = plain(q, k, v, None, True, scale, last=True, left=left)
+    state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+    return _like(q, out).transpose(1, 2), lse.contiguous(), state, unused, q.new_empty(0)
+
+
+def flash_window_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int,
+    dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: Any = None,
+    window_size_left: Any = None, window_size_right: Any = None,
+) -> Any:  # fmt: skip
+    """attention_backward.cu: _flash_attention_backward, of [b m h d]."""
+    g, q, k, v, out = (item.transpose(1, 2) for item in (g, q, k, v, out))
+    left = _seen_left(q, k, v, dropout, causal, scale, window_size_left, window_size_right)
+    made = _flash_gradients(g, q, k, v, out, lse, ends_q, ends_k, rows, keys, True, seed, offset, scale, left)
+    return tuple(item.transpose(1, 2) for item in made)
 
 
 # -- memory-efficient attention
@@ -268,6 +314,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_flash_attention_forward": flash_window,
+    "_flash_attention_backward": flash_window_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
 }

@@ -79,6 +79,8 @@ def noted_kernels() -> Iterator[Counter[str]]:
         name = func.name() if hasattr(func, "name") else ""
         if name.startswith("aten::_scaled_dot_product"):
             found[name.removeprefix("aten::_scaled_dot_product_").removesuffix("_backward").removesuffix("_attention")] += 1
+        elif name.startswith("streamfx::attention_window"):
+            found["flash"] += 1
         count(self, func, *others)
 
     def plain(*arguments: Any) -> tuple[Tensor, Tensor]:

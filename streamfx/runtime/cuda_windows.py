@@ -1,0 +1,157 @@
+"""Attention in a window on CUDA: one call of flash attention, which hides the keys outside of it, instead of one with a bias.
+
+    attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
+
+The place in PyTorch's sources, under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
+`window_size_left` and `window_size_right`, and mask.h aligns them at the last row and key. No result of theirs was seen by us, so
+a device's kernels are tried once on numbers that are known, and where they refuse or differ a bias stands for the window.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime.plain_attention import Causal, Last
+
+aten = torch.ops.aten
+CLOSE = 0.03  # of the largest number: half types have three digits, or two
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention_window_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
+    "int left, float? scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Result [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` gives them, of windows too."""
+    left = _left(causal, key)
+    if left is None:
+        return cuda_attention.forward(query, key, value, bias, causal, scale)
+    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    out, lse = ATTENTION_WINDOW(query, key, value, left=left, scale=scale)
+    return out, lse
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: Causal,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    left = _left(causal, key)
+    if left is None:
+        return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
+    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    gradient, out = cuda_attention.readable_results(gradient, out, query)
+    dq, dk, dv = ATTENTION_WINDOW_BACKWARD(gradient, query, key, value, out, lse, left=left, scale=scale)
+    return dq, dk, dv
+
+
+def _left(causal: Causal, key: Tensor) -> int | None:
+    """How many keys before its own a row sees, if not all."""
+    return min(causal.left, key.shape[2]) if isinstance(causal, Last) and causal.left is not None else None
+
+
+@torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
+def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    if hides(query.device, query.dtype, query.shape[3]):
+        return _flash(query, key, value, left, scale)
+    bias = plain_attention.triangle(query, key, Last(left))
+    return cuda_attention.forward(query, key, value, bias, False, scale)
+
+
+@torch.library.impl(_library, "attention_window_backward", "CompositeExplicitAutograd")
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    left: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if hides(query.device, query.dtype, query.shape[3]):
+        return _flash_backward(grad_out, query, key, value, out, logsumexp, left, scale)
+    bias = plain_attention.triangle(query, key, Last(left))
+    return cuda_attention.backward(grad_out, query, key, value, out, logsumexp, bias, False, scale)
+
+
+@lru_cache
+def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
+    query, key, value, gradient = (_known(device, dtype, *shape, width) for shape in ((2, 7), (1, 12), (1, 12), (2, 7)))
+    try:
+        out, lse = _flash(query, key, value, 3, None)
+        found = (out, lse, *_flash_backward(gradient, query, key, value, out, lse, 3, None))
+    except RuntimeError:  # the build has no windows
+        return False
+    result = plain_attention.forward(query, key, value, None, Last(3), None)
+    gradients = plain_attention.backward(gradient, query, key, value, *result, None, Last(3), None)
+    return all(map(_is_close, found, (*result, *gradients)))
+
+
+def _known(device: torch.device, dtype: torch.dtype, heads: int, rows: int, width: int) -> Tensor:
+    """Numbers that no generator is asked for."""
+    return torch.arange(heads * rows * width, device=device, dtype=torch.float32).mul_(heads + 0.7).sin_().view(
+        1, heads, rows, width
+    ).to(dtype)  # fmt: skip
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    found, wanted = found.float(), wanted.float()
+    return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    by_rows = (item.transpose(1, 2) for item in (query, key, value))
+    ends = (None, None, query.shape[2], key.shape[2])
+    window = {"window_size_left": left, "window_size_right": 0}
+    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **window)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
+    by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
+    ends = (None, None, query.shape[2], key.shape[2])
+    window = {"window_size_left": left, "window_size_right": 0}
+    states = cuda_attention.no_dropout(query.device)
+    made = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
+    dq, dk, dv = (item.transpose(1, 2) for item in made)
+    return dq, dk, dv
+
+
+@torch.library.register_fake("streamfx::attention_window", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    by_rows = query.transpose(1, 2)
+    return torch.empty_like(by_rows).transpose(1, 2), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("streamfx::attention_window_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
+    return dq, dk, dv
+
+
+ATTENTION_WINDOW = torch.ops.streamfx.attention_window.default
+ATTENTION_WINDOW_BACKWARD = torch.ops.streamfx.attention_window_backward.default
