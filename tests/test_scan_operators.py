@@ -152,6 +152,30 @@ def test_what_a_step_draws_is_not_looked_into() -> None:
     assert "scan calls functions that no rule looks into" in str(explained)
 
 
+def test_what_a_step_reads_by_strides_is_not_looked_into() -> None:
+    """In a chunk rows lie elsewhere than in the whole sequence."""
+
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.as_strided(row, (2, WIDTH), row.stride())
+        return 0.5 * (state + row).tanh() + first.sum(0), state * first.mean(0)
+
+    def strided(m: Mixed, x: Tensor) -> Tensor:
+        return m.out(scan(step, zeros(x), m.gate(x).sin(), dim=1)[1])
+
+    assert not scans(compared(strided, batch=4, chunk_size=4, streams=None))
+
+
+def test_signs_of_a_last_state_that_is_zero() -> None:
+    """A sum over chunks would lose them."""
+
+    def reset(m: Mixed, x: Tensor) -> Tensor:
+        keep = torch.ones_like(x) * (torch.arange(x.shape[1]) < x.shape[1] - 1)[:, None]
+        last, made = scan(lambda s, r: ((0.9 * s + r[0]) * r[1], s * r[0]), zeros(x), (x, keep), dim=1)
+        return m.out(made) + torch.copysign(m.mu, last)[:, None]
+
+    assert len(scans(compared(reset, chunk_size=3, also=(1, LENGTH), streams=None))) == 2
+
+
 @pytest.mark.parametrize("lengths", [(11, 7, 13)])
 def test_other_lengths_later(lengths: tuple[int, ...]) -> None:
     """The second length compiles code for all of them."""

@@ -70,6 +70,22 @@ def test_single_rows_stream(use: Use) -> None:
     compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, 7, LENGTH), attention={"causal"})
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_signs_of_a_row_that_is_zero(kept: bool) -> None:
+    """A sum over chunks would lose them; the last rows here are zeros of both signs."""
+
+    def signs(model: Single, x: Tensor, labels: Tensor) -> Tensor:
+        shown = x * (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[:, None]
+        last = shown[:, -1:] if kept else shown[:, -1].unsqueeze(1)
+        signed = torch.copysign(model.head.weight.mean(0), last)
+        return F.cross_entropy(model.head(shown + signed).flatten(0, 1), labels.flatten())
+
+    model = made(type("Used", (Single,), {"use": staticmethod(signs)}))
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
+    compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, LENGTH), attention={"causal"})
+
+
 def test_row_by_row_is_no_single_row() -> None:
     """A recurrence that takes every row of a value by itself, from the last on, would be a loop for each."""
 

@@ -23,7 +23,7 @@ from streamfx.errors import StreamFXError, told
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, Signature, Tile, Whole
+from streamfx.ir.signature import Letter, Scan, Signature, Tile, Whole
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
@@ -335,6 +335,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
     found: set[Atom] = set()
     for node, signature in axes.signatures.items():
         letters = {item for letter, window in signature.windows.items() for item in (letter, window.of)}
+        letters |= {letter for letter, index in signature.index.items() if isinstance(index, Scan)}
         letters |= signature.whole if node.target in BY_POSITION else set()
         found |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
     return found

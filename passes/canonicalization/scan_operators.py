@@ -24,7 +24,7 @@ from streamfx.ir.structure import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.equation import equation, results_in_use
 from streamfx.passes.operators.aliasing import is_view
-from streamfx.passes.operators.traits import READS_STRIDES, is_random
+from streamfx.passes.operators.traits import READS_LAYOUT, is_random
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.runtime.scanned import Scanned
 from streamfx.torch_private import SCAN, OpOverload
@@ -120,7 +120,7 @@ def _computes(node: fx.Node) -> bool:
     return (
         isinstance(node.target, OpOverload)
         and node.target.namespace in ("aten", "prims")
-        and node.target not in READS_STRIDES
+        and node.target not in READS_LAYOUT
         and not node.target._schema.is_mutable
         and not is_random(node)
     )

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.ir.facts import Role
 from streamfx.ir.needs import Layout
+from streamfx.ir.signature import Scan, SingleRow
 from streamfx.ir.sizes import Size, product
 from streamfx.runtime import sums
 from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGE, GROUPED_OUTER
@@ -49,6 +51,13 @@ ADDERS: dict[Any, Adder] = {
     aten.bmm.default: _mm,
     aten.embedding_dense_backward.default: _look_up,
 }
+
+
+def is_of_one_chunk(node: fx.Node, layout: Layout) -> bool:
+    """Whether one chunk alone makes what the operator's sums over chunks hand on: the one that holds a row, or the last row."""
+    roles, index = layout.demand.roles.get(node, {}), layout.axes.signatures[node].index
+    rows = (index.get(letter) for letter, role in roles.items() if role is Role.ROWS)
+    return any(isinstance(own, (SingleRow, Scan)) for own in rows)
 
 
 def mean_count(node: fx.Node, layout: Layout) -> Size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +35,7 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
-from streamfx.passes.codegen.adders import ADDERS, mean_count
+from streamfx.passes.codegen.adders import ADDERS, is_of_one_chunk, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
@@ -257,6 +258,8 @@ class BodyBuilder(BodyInputs):
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
         dtype, count = node.meta["val"].dtype, mean_count(producer_of(node), self.layout)
         index = self._new_buffer(node, self.total_type(node), zeroed=True)
+        if is_of_one_chunk(producer_of(node), self.layout):
+            self.buffers[index] = replace(self.buffers[index], is_of_one_chunk=True)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
         function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))

@@ -39,6 +39,7 @@ MOVES_ELEMENTS = frozenset(
 )
 
 READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
+READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # what these make of numbers follows from where they lie, too
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,

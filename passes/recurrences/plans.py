@@ -33,7 +33,7 @@ from streamfx.ir.recurrence import (
     Value,
 )
 from streamfx.ir.signature import LetterShape
-from streamfx.passes.operators.traits import READS_STRIDES
+from streamfx.passes.operators.traits import READS_LAYOUT
 from streamfx.passes.recurrences.unrolled import Joined, Row
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 
@@ -125,7 +125,7 @@ class _Planner:
         for node in (*self.pair.forward, *self.pair.backward):
             if any(is_size(source) for source in node.all_input_nodes) or not _is_static(node):
                 raise NoRecurrence(f"{node.name} has sizes that change from call to call")
-            if node.target in READS_STRIDES:
+            if node.target in READS_LAYOUT:
                 raise NoRecurrence(f"{node.name} reads the memory layout of a computed value")
 
     def _check_size(self, half: Half | None, carried: int) -> None:

@@ -95,13 +95,14 @@ Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey"
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum."""
+    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum, which may be that of one chunk alone."""
 
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
     device: torch.device
     zeroed: bool
+    is_of_one_chunk: bool = False
 
 
 @dataclass(frozen=True)

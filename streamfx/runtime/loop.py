@@ -16,6 +16,7 @@ from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_code import written_inputs, written_loop
 from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
+from streamfx.runtime.single_rows import nothing_to_add
 from streamfx.runtime.sizes import compiled_size
 from streamfx.runtime.watch import Place, watching
 
@@ -96,6 +97,8 @@ class Loop(nn.Module):
 
     def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
         sizes = [self.size(size, env) for size in item.shape]
+        if isinstance(item, Buffer) and item.is_of_one_chunk:
+            return nothing_to_add(sizes, item.dtype, item.device)
         make = torch.zeros if zeroed else torch.empty
         return make(sizes, dtype=item.dtype, device=item.device)
 

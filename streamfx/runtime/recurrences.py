@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx.ir.recurrence import Number, Read, RecurrenceAxes, RecurrencePlan, Steps, Value
+from streamfx.runtime.single_rows import nothing_to_add
 
 Env = dict[Number, Any]
 
@@ -148,7 +149,7 @@ def results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tupl
         made.append(torch.stack(rows, join.dim) if rows else empty)
     for final in steps.finals:
         is_made = first <= final.step < stop
-        made.append(env[final.value] if is_made else like.new_zeros(final.shape, dtype=final.dtype))
+        made.append(env[final.value] if is_made else nothing_to_add(final.shape, final.dtype, like.device))
     return tuple(made)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streamfx.ir.recurrence import ScanPlan
 from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.single_rows import nothing_to_add
 from streamfx.torch_private import SCAN, FakeTensor
 
 ALIGNED = 16  # bytes: where a value of any type may begin
@@ -52,14 +53,14 @@ class Scanned(Recurrence):
         return self._carried(before, after, states[chunk].clone(), operands)
 
     def _carried(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What rows leave behind is a result of the chunk that has the last one; in a loop it is a sum of that and of zeros."""
+        """What rows leave behind is a result of the chunk that has the last one, to which the others add nothing."""
         first, rows, given = self._parts(operands)
         last, made = self._run(first if before == 0 else self._restored(carry), rows, given)
         is_last = after == 0 and rows[0].shape[0] > 0
         for (start, stop), value in zip(self._slots, last, strict=True):
             carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
         finals = [last[number] for number in self.plan.finals]
-        return (*(value if is_last else torch.zeros_like(value) for value in finals), *made)
+        return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *made)
 
     def _restored(self, carry: Tensor) -> list[Tensor]:
         parts = (carry[start:stop].clone() for start, stop in self._slots)

@@ -1,15 +1,26 @@
-"""One row of the sequence, found in the chunk that holds it."""
+"""What one chunk alone makes, and a sum over chunks hands on: a row of the sequence, or what a loop over rows leaves behind.
+
+Other chunks add -0, with which the sum begins, too: it is the number that changes none, zeros with a sign included.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 
+def nothing_to_add(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a chunk adds that does not make the value."""
+    return torch.full(sizes, complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype, device=device)
+
+
 def take_row(rows: Tensor, dim: int, position: int) -> Tensor:
-    """Row number `position` of a chunk; zeros where another chunk holds it, so that the sum over chunks is the row."""
+    """Row number `position` of a chunk; what adds nothing where another one holds it, so that the sum over chunks is the row."""
     if 0 <= position < rows.shape[dim]:
         return rows.select(dim, position)
-    return rows.new_zeros(rows.shape[:dim] + rows.shape[dim + 1 :])
+    return nothing_to_add(rows.shape[:dim] + rows.shape[dim + 1 :], rows.dtype, rows.device)
 
 
 def put_row(row: Tensor, dim: int, position: int, count: int) -> Tensor:

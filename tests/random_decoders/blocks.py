@@ -26,6 +26,7 @@ SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of th
     "of sums": "lambda s, r: (0.5 * s + r - r.sum(-1, keepdim=True).sin(), s * s.sum(-1, keepdim=True)), {first}, z, dim={time}",
     "of two": "lambda s, r: ((0.5 * s[0] + r[1], 0.9 * s[1] + r[0]), s[0] * s[1]), ({first}, {first}), (z, z.tanh()), dim={time}",
     "weighted": "lambda s, r: (0.5 * s + s @ mixed.t().sigmoid() + r, s * mixed.sum(0)), {first}, z, dim={time}",
+    "reset": "lambda s, r: ((0.9 * s + r) * (r.sum(-1, keepdim=True) > 0), s.sin() + r), {first}, z, dim={time}",
     "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
 }
 Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
@@ -139,7 +140,9 @@ def _scan(w: Writer, form: str, i: int, time: int) -> None:
     if "mixed" in SCANS[form]:
         w.line(f"mixed = {w.parameter(f'mixed{i}', d, d)}")
     w.line(f"last, z = scan({SCANS[form].format(first=first, time=time)})")
-    if seed % 2:
+    if form == "reset":  # zeros have a sign
+        w.line(f"z = z + torch.copysign({w.parameter(f'sign{i}', d)}, last).unsqueeze({time})")
+    elif seed % 2:
         w.line(f"z = z + 0.1 * ({'last[0]' if form == 'of two' else 'last'}).unsqueeze({time})")
 
 
