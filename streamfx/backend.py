@@ -126,6 +126,7 @@ class Compilation:
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
+    tell = staticmethod(tell_of_no_gain)
     exchange: Exchange | None = None  # with other ranks
     weights: Sequence[int] = ()  # by number, so that two models are told apart
     is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
@@ -264,7 +265,7 @@ class Compilation:
             if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture)
-        tell_of_no_gain(facts, self.options)
+        self.tell(facts, self.options)
         if facts.program is None:
             return plain()
         return facts.program.forward, known(facts.program.backward)

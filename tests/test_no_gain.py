@@ -86,6 +86,12 @@ def test_a_budget_that_is_made_use_of_is_no_loss(told: Any) -> None:
     assert told() == []
 
 
+def test_who_asks_what_streams_is_told_there(told: Any) -> None:
+    streamfx.explain(Decoder(), tokens(256), chunk_size=256, loss_chunk_size=256).summary()
+    streamfx.explain(Mixing(), torch.randn(8, 8)).summary()
+    assert told() == []
+
+
 def test_little_work_is_silent(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(no_gain, "MUCH_WORK", 10**11)
     step(Decoder(), tokens(256), chunk_size=256, loss_chunk_size=256)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
+from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, place_of_peak, run_whole, ways_table, wire_table_of
 from streamfx.report.text import headline, in_flops
 from streamfx.report.timeline import Timeline
 from streamfx.report.verdict import Taken, gains, verdict, why_nothing_streams
 
-WHAT = "Activations and gradients, beside parameters and inputs."
+WHAT = "activations and gradients, beside parameters and inputs"
 
 
 def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
@@ -23,7 +23,7 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
         subtitle=headline(summary),
         verdict=sentence(verdict(ours, others, why_nothing_streams(stages))),
         gains=gains(ours, others) if others else None,
-        figures=tuple(_figures(summary, ours, others)),
+        figures=tuple(_figures(summary, ours, others, place_of_peak(timeline.ours, stages))),
         timeline=timeline,
         stages=grouped(stages, summary["flops"], summary["sequence"]),
         whole=run_whole(stages, matters=True),
@@ -39,8 +39,8 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken]) -> Iterator[Figure]:
-    yield Figure("Peak", in_bytes(ours.peak_bytes), WHAT)
+def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], at_peak: str) -> Iterator[Figure]:
+    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
     for other in others:
         yield peak_beside(other, ours)
     share = 100 * summary["streamed_flops_share"]

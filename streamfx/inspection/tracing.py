@@ -170,7 +170,10 @@ def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, 
 
 
 class _Watched(Compilation):
-    """A compilation that keeps what it finds, and runs nothing."""
+    """A compilation that keeps what it finds, and runs nothing. What it finds is told by who asked."""
+
+    @staticmethod
+    def tell(facts: Facts, options: Options) -> None: ...
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
         super().__init__(module, call.options, exchange=lambda text, group, **how: [text])  # no other rank need look, too

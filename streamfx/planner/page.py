@@ -7,7 +7,7 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.inspection.page import sentence
-from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, run_whole, ways_table, wire_table_of
+from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, place_of_peak, run_whole, ways_table, wire_table_of
 from streamfx.report.text import in_flops, in_seconds
 from streamfx.report.timeline import Timeline
 from streamfx.report.verdict import Taken, gains
@@ -22,7 +22,7 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
         subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
         verdict=sentence(_found(summary) or summary["verdict"]),
         gains=gains(ours, others) if others else None,
-        figures=tuple(_figures(summary, ours, others, counted)),
+        figures=tuple(_figures(summary, ours, others, counted, place_of_peak(timeline.ours, summary["stages"]))),
         timeline=timeline,
         stages=grouped(summary["stages"], summary["flops"], summary["sequence"]),
         whole=run_whole(summary["stages"], matters=True),
@@ -42,9 +42,9 @@ def _found(summary: Mapping[str, Any]) -> str:
     return ""
 
 
-def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], counted: str) -> Iterator[Figure]:
+def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], counted: str, at_peak: str) -> Iterator[Figure]:
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
-    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{counted[:1].upper()}{counted[1:]}.{fits}")
+    yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {counted}.{fits}")
     for other in others:
         yield peak_beside(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.cost.work import Work
+from streamfx.inspection.curves import curve_of_call
+from streamfx.inspection.eager import Around, eager_cost
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
 from streamfx.planner.host import bytes_on_host
@@ -78,9 +81,10 @@ def predict(
     baselines: bool = False,
     state: int = 0,
     updates: bool = False,
+    beside: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
-    `updates` in the backward pass, or behind it.
+    `updates` in the backward pass, or behind it. Baselines are eager, gradient checkpointing, and those `beside` them.
     """
     explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines), updates)
     own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
@@ -95,6 +99,9 @@ def predict(
     ways = {EAGER: explanation.baseline} if baselines else {}
     if explanation.call.checkpointed is not None:
         ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
+    for name, (other, around) in (beside if baselines else {}).items():
+        if (cost := eager_cost(loss_of(other), inputs, around)) is not None:
+            ways[name] = explanation.visible(cost)
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
@@ -118,13 +125,17 @@ def predict(
         options=summary["options"],
         sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(explanation, baselines, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
+        curves=_curves(explanation, ways, beside, {PARAMETERS: own, OPTIMIZER: state, INPUTS: given}),
     )
 
 
-def _curves(explanation: Explanation, baselines: bool, held: Mapping[str, int]) -> dict[str, tuple[Curve, int]]:
+def _curves(
+    explanation: Explanation, ways: Mapping[str, Cost], beside: Collection[str], held: Mapping[str, int]
+) -> dict[str, tuple[Curve, int]]:
     """What is alive along the step by each way, beside what is held all the time; and FLOPs."""
-    found = explanation.curves(with_baseline=baselines)
+    found = explanation.curves(with_baseline=bool(ways))
+    found |= {name: (curve_of_call(ways[name]), ways[name].flops) for name in beside if name in ways}
+    found = dict(sorted(found.items(), key=lambda item: item[0] == EAGER))
     return {way: (curve.above(Work(), held), flops) for way, (curve, flops) in found.items()}
 
 

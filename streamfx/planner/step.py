@@ -23,7 +23,7 @@ from streamfx.planner.scout import FEWEST, Guess, guessed, of_all
 from streamfx.planner.search import AIM, FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
 from streamfx.planner.ways import Way, longest, peak_of, ways_of
-from streamfx.report.verdict import CHECKPOINTING, GAIN, why_nothing_streams
+from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
 from streamfx.runtime.device_kinds import supposed
 
 LENGTHS = 256  # what the longest length of a rank is a multiple of
@@ -59,10 +59,17 @@ class Step:
     def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates)
+            in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual else None
+            beside = {} if in_chunks is None else {CHUNKED: in_chunks}
+            found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates, beside)
         if self.noted is not None:
             self.noted(found)
         return found
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether all ways can be followed: on one device, of ids and labels."""
+        return self.ranks.world == 1 and self.inputs is None and self.objective.sequences == 1
 
     def _inputs(self, batch: int, length: int) -> Mapping[str, Tensor]:
         """What a rank is given of a step of so many sequences."""
@@ -101,8 +108,8 @@ class Step:
         return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
 
     def lengths(self, limits: Limits, batch: int, first: int) -> dict[str, int]:
-        """The longest sequences by other ways, where these can be followed: on one device, of ids and labels."""
-        if self.ranks.world > 1 or self.inputs is not None or self.objective.sequences > 1:
+        """The longest sequences by other ways, where these can be followed."""
+        if not self._is_usual:
             return {}
         assert limits.device is not None
         found: dict[str, int] = {}

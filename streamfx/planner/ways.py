@@ -19,10 +19,9 @@ from streamfx.inspection.eager import Around, checkpointed, eager_cost
 from streamfx.planner.models import loss_of
 from streamfx.planner.scout import guessed
 from streamfx.planner.search import AIM, BUSY, CLOSE
-from streamfx.report.verdict import CHECKPOINTING
+from streamfx.report.verdict import CHECKPOINTING, IN_CHUNKS
 from streamfx.runtime.offload import from_host, to_host
 
-IN_CHUNKS = "with the loss in chunks"
 ON_HOST = "checkpoints on the host"
 MOST = 4  # traces of the whole model
 Way = tuple[nn.Module, Around]

@@ -12,7 +12,7 @@ from streamfx.budget import in_bytes
 from streamfx.options import Options
 from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.text import in_flops, in_seconds
-from streamfx.report.timeline import Timeline
+from streamfx.report.timeline import Course, Timeline
 from streamfx.report.verdict import Taken, ratio, times
 
 Stage = Mapping[str, Any]
@@ -109,7 +109,16 @@ class Page:
 def peak_beside(other: Taken, ours: Taken) -> Figure:
     """What another way takes, and how many times as much as ours."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
-    return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} as much")
+    return Figure(name, in_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
+
+
+def place_of_peak(course: Course, stages: Sequence[Stage]) -> str:
+    """Where in a step most bytes are alive: "in model.layers.3, forward half"."""
+    moment = course.seconds[course.peak] if course.seconds else 0.0
+    half = "forward half" if moment < course.turn else "backward half"
+    loop = next((loop.name for loop in course.loops if loop.begins <= moment <= loop.ends), None)
+    stage = next((stage["name"] for stage in stages for run in stage["runs"] if run["name"] == loop), None)
+    return f"in {stage}, {half}" if stage is not None else f"in the {half}"
 
 
 def grouped(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[Stages, ...]:

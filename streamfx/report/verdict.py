@@ -10,6 +10,8 @@ from streamfx.budget import in_bytes
 
 GAIN = 1.1  # times less memory; with less than that nobody would change a line of code
 CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
+IN_CHUNKS = "with the loss in chunks"
+CHUNKED = f"{CHECKPOINTING} {IN_CHUNKS}"  # logits never exist for all rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ def verdict(
     gains_from: int | None = None,
     counted: str = "memory",
 ) -> str:
-    """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs.
+    """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs; also how much less
+    than checkpointing with the loss in chunks, where that is among them.
 
     `counted` says which memory that is.
 
@@ -38,6 +41,8 @@ def verdict(
     >>> checkpointing = Taken("gradient checkpointing", 42 << 30, 100)
     >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing])
     '4.2 times less memory than gradient checkpointing, 0.92 of its FLOPs'
+    >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing, Taken(CHUNKED, 15 << 30)])
+    '4.2 times less memory than gradient checkpointing (1.5 times with the loss in chunks), 0.92 of its FLOPs'
     >>> verdict(Taken("streambp", 41 << 30), [checkpointing], gains_from=2100)
     'no gain over gradient checkpointing at this length; from 2,100 tokens on'
     >>> verdict(Taken("streambp", 84 << 30), [checkpointing])
@@ -52,7 +57,7 @@ def verdict(
     other = others[0]
     less = ratio(other.peak_bytes, ours.peak_bytes)
     if less >= GAIN:
-        return f"{times(less)} less {counted} than {other.way}{_flops(ours, other)}"
+        return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}"
     more = ratio(ours.peak_bytes, other.peak_bytes)
     found = f"{times(more)} as much {counted} as" if more >= GAIN else "no gain over"
     later = "" if gains_from is None else f"; from {gains_from:,} tokens on"
@@ -121,6 +126,11 @@ def times(factor: float) -> str:
     ('4.2 times', '12 times', '250 times')
     """
     return f"{factor:.1f} times" if factor < 10 else f"{factor:,.0f} times"
+
+
+def _in_chunks(ours: Taken, others: Sequence[Taken]) -> str:
+    found = next((other for other in others if other.way == CHUNKED), None)
+    return "" if found is None else f" ({times(ratio(found.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
 
 
 def _flops(ours: Taken, other: Taken) -> str:
