@@ -47,7 +47,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
         >>> streamfx.register_rule(double, "... d -> ... d")
     """
     asked = f"a rule for {operator}"
-    overload = _overload(operator, asked)
+    overload = overload_of(operator, asked)
     if overload in RULES:
         raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
     if isinstance(rule, str):
@@ -59,7 +59,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
         raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
 
 
-def _overload(operator: Any, asked: str) -> OpOverload[Any, Any]:
+def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
     if isinstance(operator, OpOverloadPacket):
         if len(operator.overloads()) > 1:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())

@@ -31,6 +31,7 @@ from streamfx.passes.canonicalization import (
     scan_operators,
     scattered,
     softmax,
+    stateful_operators,
     windows_of_rows,
 )
 from streamfx.passes.canonicalization.driver import simplify
@@ -72,6 +73,7 @@ TABLE: tuple[Equation, ...] = (
     reversed_scans.reversed_scan,
     scan_operators.turned_repetition,
     scan_operators.scan_over_rows,
+    stateful_operators.OPERATOR_WITH_A_STATE,
     convolutions.gradients_of_a_convolution,
     losses.mean_loss,
     losses.mean_loss_gradient,

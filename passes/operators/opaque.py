@@ -16,6 +16,7 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.rules.registry import rule_for
+from streamfx.passes.operators.rules.stateful import BACKWARDS
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
 from streamfx.runtime.collectives import ALL_REDUCE
@@ -23,6 +24,7 @@ from streamfx.torch_private import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
+ALONE = "{operator} gets other operands than any call of {forward}, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
 READS_MEMORY |= {target: target for target in READS_STRIDES}
@@ -42,6 +44,8 @@ def why_opaque(node: fx.Node) -> str:
         return (
             f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
         )
+    if node.target in BACKWARDS:
+        return ALONE.format(operator=node.target, forward=BACKWARDS[node.target].forward)
     return f"{node.target} runs on all ranks at once, in one piece" if is_collective(node) else f"no rule for {node.target}"
 
 

@@ -1,0 +1,132 @@
+"""Does what is declared of an operator with a state hold? Looked at on sample inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.errors import RuleError
+from streamfx.ir.stateful import NotStateful, Stateful, StatefulPlan, backward_plan, forward_plan
+from streamfx.passes.operators.rules.stateful import STATEFUL
+from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.stateful import Backward, Forward, rows_of
+from streamfx.user_rules import overload_of
+
+LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
+DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"
+
+
+def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: int | None = None) -> None:
+    """Look on sample inputs whether what was declared of an operator with a state holds: that chunks of its rows, each given the
+    state that the one before it left, give what all rows give, and that the same holds for its backward, from the last chunk on.
+
+    Whether the backward gives gradients at all is not looked at: `torch.autograd.gradcheck` does that.
+
+    Args:
+        operator: an operator that `streamfx.register_recurrence` was told of.
+        arguments: what to call it with, by name. Small tensors in float64 say most.
+        chunk_size: rows of a chunk; a third of all, if not given.
+
+    Raises:
+        RuleError: the operator is not declared, the declaration does not hold for these arguments, or a result differs.
+
+    Example:
+        >>> import torch, streamfx
+        >>> try:
+        ...     streamfx.check_recurrence(torch.ops.aten.mm.default, {"self": torch.ones(2, 2), "mat2": torch.ones(2, 2)})
+        ... except streamfx.RuleError as error:
+        ...     print(error.found)
+        nothing was declared of it
+    """
+    asked = f"whether chunks of {operator} give what all rows give"
+    declared = STATEFUL.get(overload := overload_of(operator, asked))
+    if declared is None:
+        raise RuleError(asked, found="nothing was declared of it", do="streamfx.register_recurrence(...)")
+    schema = overload._schema.arguments
+    given = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
+    own = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+    try:
+        with torch.no_grad():
+            _Law(declared, own, chunk_size, asked).check()
+    except NotStateful as why:
+        raise RuleError(asked, found=str(why), do=DO) from why
+
+
+class _Law:
+    def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
+        self.declared, self.arguments, self.asked = declared, arguments, asked
+        wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
+        self.plan, self.results = forward_plan(declared, arguments, wanted)
+        self.length = rows_of(self.plan, arguments)
+        size, block = chunk_size or -(-self.length // 3), declared.block
+        self.size = -(-size // block) * block
+        self.starts = range(0, self.length, self.size)
+
+    def check(self) -> None:
+        states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8)
+        states = states.to(next(item.device for item in self.results if isinstance(item, Tensor)))
+        forward = Forward(self.plan)
+        self._compare(self.plan, dict(enumerate(self.results)), self._forward_chunks(forward, states), "result")
+        known = self._given_to_backward()
+        numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_there(name)]
+        plan, _ = backward_plan(self.declared, self.plan, known, self.results, numbers)
+        run = Backward(plan)
+        whole = run(*(known[name] for name in plan.operands))
+        self._compare(plan, dict(zip(numbers, whole, strict=True)), self._backward_chunks(run, states, known), "gradient")
+
+    def _is_there(self, name: str) -> bool:
+        return isinstance(self.arguments[name], Tensor)
+
+    def _given_to_backward(self) -> dict[str, Any]:
+        """Its own arguments of the call, some gradient of each result, and what the call saved."""
+        declared, draw = self.declared, torch.Generator().manual_seed(0)
+        own = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
+        for name, number in declared.cotangents.items():
+            like = self.results[number]
+            own[name] = torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
+        return own | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
+
+    def _forward_chunks(self, run: Recurrence, states: Tensor) -> list[tuple[Tensor, ...]]:
+        carry = torch.zeros_like(states[0])
+        made = []
+        for i, start in enumerate(self.starts):
+            own = self._operands(self.plan, self.arguments, start)
+            made.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
+        return made
+
+    def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+        carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
+        made = []
+        for i, start in reversed([*enumerate(self.starts)]):
+            own = self._operands(run.plan, known, start)
+            made.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *own))
+        return made[::-1]
+
+    def _stop(self, start: int) -> int:
+        return min(start + self.size, self.length)
+
+    def _operands(self, plan: StatefulPlan, values: Mapping[str, Any], start: int) -> list[Tensor]:
+        """Operands of a chunk."""
+        count = self._stop(start) - start
+        return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
+
+    def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], what: str) -> None:
+        for place, part in enumerate(plan.results):
+            parts = [chunk[place] for chunk in chunks]
+            made = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
+            error = _relative(made, truth[part.number])
+            if not error <= torch.finfo(made.dtype).eps ** 0.5 if made.is_floating_point() else error:
+                named = self.declared.gradients[part.number] if what == "gradient" else part.number
+                found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
+                raise RuleError(self.asked, found=found, do=DO)
+
+
+def _relative(made: Tensor, truth: Tensor) -> float:
+    if made.shape != truth.shape:
+        return float("inf")
+    wide = torch.complex128 if truth.is_complex() else torch.float64
+    distance, norm = float((made.to(wide) - truth.to(wide)).norm()), float(truth.to(wide).norm())
+    return distance / norm if norm else distance

@@ -1,0 +1,177 @@
+"""Operators with a state of packages and users, chunk by chunk: each chunk is a call of the operator on its own rows.
+
+A chunk is given the state that the chunk before it left. The backward is given the gradient of the state that the chunk after it
+left, and the state with which its own chunk began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.ir.stateful import ALIGNED, Part, StatefulPlan, listed
+from streamfx.runtime.recurrences import Recurrence
+
+Arguments = dict[str, Any]
+
+
+class _Stateful(Recurrence):
+    """A call of an operator with a state; its carry holds the bytes of its states."""
+
+    carry_type = torch.uint8
+
+    def __init__(self, plan: StatefulPlan) -> None:
+        self.plan = plan
+        self.name, self.axes, self.carried, self.block = plan.name, plan.axes, plan.carried, plan.block
+        self.__name__ = self.__qualname__ = plan.name
+        self.__module__ = __name__
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        made = called(self.plan, self._with_remade(dict(zip(self.plan.operands, operands, strict=True))))
+        return tuple(made[part.number] for part in self.plan.results)
+
+    def _with_remade(self, operands: Arguments) -> Arguments:
+        return operands
+
+    def _carried(
+        self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
+    ) -> tuple[Tensor, ...]:
+        """The chunk's rows from these states; what is left of them is carried on, and is a result of the last chunk."""
+        plan, count = self.plan, rows_of(self.plan, operands)
+        first = {slot.argument: states[slot.argument] for slot in plan.slots}
+        if count:
+            made = called(plan, {**operands, **states}, count)
+            left = {slot.result: made[slot.result] for slot in plan.slots}
+            if carry is not None:
+                store(plan, left, carry)
+        else:
+            made = of_no_rows(plan, {**operands, **states})
+            left = {slot.result: first[slot.argument].clone() for slot in plan.slots}
+        has_last = after == 0 and (count > 0 or (before == 0 and chunk == 0))
+        return tuple(self._result(part, made, left, has_last) for part in plan.results)
+
+    def _result(self, part: Part, made: Sequence[Any], left: Mapping[int, Tensor], has_last: bool) -> Tensor:
+        """What the last row leaves is a result of the chunk that has it; in a loop it is a sum of that and of zeros."""
+        if part.number not in left:
+            return made[part.number]
+        state = left[part.number]
+        return (state if has_last else torch.zeros_like(state)).to(part.dtype)
+
+
+class Forward(_Stateful):
+    """The operator itself."""
+
+    reverse = False
+
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        own = dict(zip(self.plan.operands, operands, strict=True))
+        first = started(self.plan, own, carry) if before == 0 else restored(self.plan, carry)
+        if states is not None:
+            store(self.plan, {slot.result: first[slot.argument] for slot in self.plan.slots}, states[chunk])
+        return self._carried(before, after, chunk, carry, first, own)
+
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip(self.plan.operands, operands, strict=True))
+        return self._carried(before, after, chunk, None, restored(self.plan, states[chunk]), own)
+
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the first to the last")
+
+
+class Backward(_Stateful):
+    """Its backward, for a call of it."""
+
+    reverse = True
+    needs_states = True
+
+    def _with_remade(self, operands: Arguments) -> Arguments:
+        """What the operator saved, and has no rows."""
+        again, remade = self.plan.again, self.plan.remade
+        if again is None or not remade:
+            return operands
+        made = called(again, operands)
+        return {**operands, **{name: made[number] for name, number in remade.items()}}
+
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        assert states is not None and self.plan.again is not None
+        own = {**dict(zip(self.plan.operands, operands, strict=True)), **restored(self.plan.again, states[chunk])}
+        if self.plan.remade and (count := rows_of(self.plan, own)):
+            made = called(self.plan.again, own, count)
+            own |= {name: made[number] for name, number in self.plan.remade.items()}
+        left = started(self.plan, own, carry) if before == 0 else restored(self.plan, carry)
+        return self._carried(before, after, chunk, carry, left, own)
+
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the last to the first")
+
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the last to the first")
+
+
+# -- calls
+
+
+def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
+    """What the operator makes of arguments that lie in memory as they did when they were traced; so many rows of them."""
+    arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
+    counts = dict.fromkeys(plan.counts & plan.takes, count) if count is not None else {}
+    given = {name: value for name, value in plan.given.items() if name in plan.takes}
+    return listed(plan.function(**{**given, **arguments, **counts}))
+
+
+def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
+    """A tensor whose dimensions follow one another in this order, without gaps, and that begins where kernels may read from."""
+    if not isinstance(value, Tensor):
+        return value
+    order = order or tuple(range(value.dim()))
+    dense = value.permute(order).contiguous()
+    if dense.storage_offset() * dense.element_size() % ALIGNED:
+        dense = dense.clone()
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return dense.permute(back)
+
+
+def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> list[Any]:
+    """Results of no rows: no kernel is asked for them, and sums over them are zero."""
+    there = next(value for value in values.values() if isinstance(value, Tensor))
+    as_meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in values.items()}
+    made = called(plan, as_meta, 0)
+    return [there.new_zeros(item.shape, dtype=item.dtype) if isinstance(item, Tensor) else item for item in made]
+
+
+def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
+    name, dim = next(iter(plan.rows.items()))
+    count: int = operands[name].shape[dim]
+    return count
+
+
+# -- states
+
+
+def started(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
+    """The states in front of the first row: those that are given, else zeros, which the carry still has."""
+    nothing = restored(plan, carry)
+    there = {slot.argument: operands.get(slot.argument) for slot in plan.slots}
+    return {name: nothing[name] if value is None else value.to(nothing[name].dtype) for name, value in there.items()}
+
+
+def restored(plan: StatefulPlan, carry: Tensor) -> Arguments:
+    """What a carry holds: a copy, because the carry moves on."""
+    return {slot.argument: carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone() for slot in plan.slots}
+
+
+def store(plan: StatefulPlan, left: Mapping[int, Tensor], carry: Tensor) -> None:
+    for slot in plan.slots:
+        part = carry[slot.start : slot.stop].view(slot.dtype)
+        part.copy_(left[slot.result].reshape(-1))
