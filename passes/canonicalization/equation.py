@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ class Equation:
     """
 
     name: str
-    targets: Iterable[Any]
+    targets: Collection[Any]
     rewrite: Callable[[fx.Node, GraphWriter], Equals]
 
     @property

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.stateful import NotStateful, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import Equation, results_in_use
+from streamfx.passes.canonicalization.no_ops import alias
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.passes.operators.rules.stateful import STATEFUL
 from streamfx.runtime.stateful import Backward, Forward
@@ -77,7 +78,23 @@ def read(node: fx.Node) -> Call:
             raise NotStateful(LISTS)
         if isinstance(value, fx.Node) and not is_tensor(value):
             raise NotStateful(SIZES.format(name=name))
-    return Call(node, arguments, parts)
+    return Call(node, {name: _behind(value) for name, value in arguments.items()}, parts)
+
+
+def _behind(value: Any) -> Any:
+    """What an argument is a plain alias of: autograd may save one in its place."""
+    while isinstance(value, fx.Node) and value.target in alias.targets:
+        value = node_argument(value)
+    return value
+
+
+def _takers(value: fx.Node) -> Iterator[fx.Node]:
+    """Who is given a value, or an alias of it."""
+    for user in value.users:
+        if user.target in alias.targets:
+            yield from _takers(user)
+        else:
+            yield user
 
 
 def backwards_of(declared: Stateful, call: Call) -> list[Call]:
@@ -93,7 +110,7 @@ def backwards_of(declared: Stateful, call: Call) -> list[Call]:
 def _sharing(call: Call, target: Any) -> Iterator[Call]:
     """Calls of an operator that have an operand in common with this one."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
-    users = {user: None for source in sources for user in source.users if user.target is target}
+    users = {user: None for source in sources for user in _takers(source) if user.target is target}
     return map(read, users)
 
 
@@ -149,7 +166,7 @@ def _check_saved(declared: Stateful, call: Call, backwards: Sequence[Call]) -> N
     own = {backward.node for backward in backwards}
     for number, users in call.parts.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
-        if without_rows and (number not in declared.remade.values() or {user for part in users for user in part.users} - own):
+        if without_rows and (number not in declared.remade.values() or {user for part in users for user in _takers(part)} - own):
             raise NotStateful(SAVED.format(number=number))
 
 

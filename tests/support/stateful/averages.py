@@ -14,7 +14,7 @@ import streamfx
 def averages(
     count: int, k: Tensor, v: Tensor, decay: Tensor, top: Tensor | None, bottom: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y_t = top_t / bottom_t, sums of exp(k) v and of exp(k) with a decay. k, v [b t d], decay [d], states [b d]; and all bottoms."""
+    """y_t = top_t / bottom_t, sums of exp(k) v and of exp(k) with a decay; k [b t d], states [b d]. And all bottoms."""
     assert count == k.shape[1] == v.shape[1]
     over = torch.zeros_like(k[:, 0]) if top is None else top
     under = torch.ones_like(over) * 0 if bottom is None else bottom
@@ -42,16 +42,14 @@ def averages_backward(
     unders: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert count == k.shape[1] == dy.shape[1]
-    none = torch.zeros_like(k[:, 0])
+    first = tuple(torch.zeros_like(k[:, 0]) if state is None else state for state in (top, bottom))
     over, under, ddecay, rows = dover, dunder, torch.zeros_like(decay), []
     for t in reversed(range(count)):
         over, under = over + dy[:, t] / unders[:, t], under - dy[:, t] * y[:, t] / unders[:, t]
         weight = k[:, t].exp()
         rows.append((weight * (over * v[:, t] + under), weight * over))
-        before = (y[:, t - 1] * unders[:, t - 1], unders[:, t - 1]) if t else (top, bottom)
-        ddecay = ddecay + sum(
-            (each * (none if last is None else last)).sum(0) for each, last in zip((over, under), before, strict=True)
-        )
+        before = (y[:, t - 1] * unders[:, t - 1], unders[:, t - 1]) if t else first
+        ddecay = ddecay + (over * before[0] + under * before[1]).sum(0)
         over, under = decay * over, decay * under
     dk, dv = (torch.stack(items[::-1], 1) for items in zip(*rows, strict=True))
     return dk, dv, ddecay, over.clone(), under.clone()
