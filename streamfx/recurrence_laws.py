@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from streamfx.errors import RuleError
+from streamfx.errors import RuleError, told
 from streamfx.ir.stateful import NotStateful, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.operators.rules.stateful import STATEFUL
 from streamfx.runtime.recurrences import Recurrence
@@ -55,6 +55,9 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
         raise RuleError(asked, found=str(why), do=DO) from why
 
 
+Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
+
+
 class _Law:
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
         self.declared, self.arguments, self.asked = declared, arguments, asked
@@ -69,13 +72,23 @@ class _Law:
         states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8)
         states = states.to(next(item.device for item in self.results if isinstance(item, Tensor)))
         forward = Forward(self.plan)
-        self._compare(self.plan, dict(enumerate(self.results)), self._forward_chunks(forward, states), "result")
+        chunks = self._run(lambda: self._forward_chunks(forward, states))
+        self._compare(self.plan, dict(enumerate(self.results)), chunks, "result")
         known = self._given_to_backward()
         numbers = [n for n, name in enumerate(self.declared.gradients) if name is not None and self._is_there(name)]
         plan, _ = backward_plan(self.declared, self.plan, known, self.results, numbers)
         run = Backward(plan)
         whole = run(*(known[name] for name in plan.operands))
-        self._compare(plan, dict(zip(numbers, whole, strict=True)), self._backward_chunks(run, states, known), "gradient")
+        chunks = self._run(lambda: self._backward_chunks(run, states, known))
+        self._compare(plan, dict(zip(numbers, whole, strict=True)), chunks, "gradient")
+
+    def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
+        """What an operator says of chunks that it does not take is said of the declaration."""
+        try:
+            return chunks()
+        except Exception as error:
+            found = f"in chunks of {self.size} rows it raises {told(error)}"
+            raise RuleError(self.asked, found=found, do=DO) from error
 
     def _is_there(self, name: str) -> bool:
         return isinstance(self.arguments[name], Tensor)
@@ -89,7 +102,7 @@ class _Law:
             own[name] = torch.randn(like.shape, generator=draw, dtype=torch.float64).to(like)
         return own | {name: self.results[number] for name, number in declared.saved.items() if name not in declared.remade}
 
-    def _forward_chunks(self, run: Recurrence, states: Tensor) -> list[tuple[Tensor, ...]]:
+    def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
         carry = torch.zeros_like(states[0])
         made = []
         for i, start in enumerate(self.starts):
@@ -97,7 +110,7 @@ class _Law:
             made.append(run.advance(start, self.length - self._stop(start), carry, states, i, *own))
         return made
 
-    def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+    def _backward_chunks(self, run: Backward, states: Tensor, known: Mapping[str, Any]) -> Chunks:
         carry = torch.zeros(int(run.plan.carried), dtype=torch.uint8, device=states.device)
         made = []
         for i, start in reversed([*enumerate(self.starts)]):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from streamfx.ir.facts import Form
+import streamfx
+from streamfx.ir.facts import Form, known
 from streamfx.runtime.stateful import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
@@ -28,9 +30,8 @@ STATES = 4  # numbers that each channel of a selective scan carries
 def selected(m: Mixed, x: Tensor, first: Tensor | None = None, skips: bool = False) -> tuple[Tensor, Tensor]:
     """A selective scan as layers call it."""
     left, right = m.up(x)[..., : 2 * STATES].chunk(2, -1)
-    return selective(
-        x, m.gate(x).sigmoid(), -m.cell.weight_hh[:WIDTH, :STATES].exp(), left, right, m.mu if skips else None, first
-    )
+    decay = -m.cell.weight_hh[:WIDTH, :STATES].exp()
+    return selective(x, m.gate(x).sigmoid(), decay, left, right, m.mu if skips else None, first)
 
 
 def without_a_first_state(m: Mixed, x: Tensor) -> Tensor:
@@ -165,4 +166,104 @@ def test_rows_follow_one_another(mixer: Mixer) -> None:
     halves = {isinstance(node.target, Forward) for node in found}
     assert halves == {True, False} and not facts.reasons(), facts.reasons()
     assert all(set(facts.demand.forms[node]) & {Form.ROWS} for node in found)
-    assert all(loop.spec.chunk_size % BLOCK == 0 for loop in facts.program.loops) or "block" not in mixer.__name__
+    loops = known(facts.program).loops
+    assert all(loop.spec.chunk_size % BLOCK == 0 for loop in loops) or "block" not in mixer.__name__
+
+
+@pytest.mark.parametrize("mixer", [learned_first_state, in_blocks, convolved_from_learned_rows], ids=lambda mixer: mixer.__name__)
+def test_layers_and_as_many_sequences_as_rows(mixer: Mixer) -> None:
+    assert stateful(compared(mixer, layers=2, length=7, batch=7, chunk_size=3, save="projections"))
+
+
+@pytest.mark.parametrize("how", [{"save": "attention"}, {"keep_every": 2}, {"bodies": "inductor"}], ids=str)
+def test_however_it_is_run(how: dict[str, Any]) -> None:
+    assert stateful(compared(last_state_for_all_rows, layers=3, chunk_size=4, streams=None, **how))
+
+
+def test_the_loss_sees_nothing_but_the_last_state() -> None:
+    class Last(Mixed):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            last = selected(self, F.rms_norm(self.embed(ids), (WIDTH,)), skips=True)[1]
+            return F.cross_entropy(self.head(last.sum(-1)), labels[:, 0])
+
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    report = compare(decoders.made(lambda: Last(averaged)), {"ids": ids, "labels": ids}, chunk_size=4, also=(1,), streams=None)
+    assert len(stateful(report)) == 2
+
+
+def test_the_last_state_is_a_result() -> None:
+    """The caller differentiates it as well."""
+
+    class Both(Mixed):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            y, last = selected(self, F.rms_norm(self.embed(ids), (WIDTH,)))
+            return F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten()), last
+
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    report = compare(decoders.made(lambda: Both(averaged)), {"ids": ids, "labels": ids}, chunk_size=4, also=(1,), streams=None)
+    assert len(stateful(report)) == 2
+
+
+def test_inside_of_blocks_it_runs_whole() -> None:
+    """Rows from the third on: chunks would begin where the operator's blocks do not. From the fifth on they do."""
+
+    def later(start: int) -> Mixer:
+        return lambda m, x: m.out(F.pad(attended(m, x[:, start:])[0].flatten(2), [0, 0, start, 0]))
+
+    (facts,) = compared(later(3), chunk_size=4, also=(3,), streams=False).facts
+    assert any("takes 4 rows together" in reason for reason in facts.reasons())
+    (facts,) = compared(later(4), chunk_size=4, also=(3,)).facts
+    assert not facts.reasons()
+
+
+def test_without_gradients() -> None:
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    torch._dynamo.reset()
+    model = decoders.made(lambda: Mixed(last_state_for_all_rows))
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "loss_chunk_size": 4, "strict": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, ids), model(ids, ids), rtol=1e-12, atol=0)
+
+
+def test_states_of_a_wider_type() -> None:
+    """In float32 beside rows in bfloat16 the carry loses nothing: chunks differ from eager by what their rounding does."""
+
+    def narrow(m: Mixed, x: Tensor) -> Tensor:
+        return m.out(averages(x.shape[1], m.gate(x).bfloat16(), x.bfloat16(), m.mu.float().sigmoid(), None, None)[0].to(x.dtype))
+
+    report = compared(narrow, chunk_size=4, also=(1,), streams=None, tolerance=0.02)
+    assert len(stateful(report)) == 2
+
+
+@pytest.mark.parametrize(
+    ("mixer", "lengths", "batches"),
+    [
+        (learned_first_state, (11, 7, 13), (2, 2, 2)),
+        (in_blocks_with_states, (11, 7, 13), (2, 2, 2)),
+        (convolved, (11, 7, 13), (2, 3, 5)),
+        (averaged, (11, 7, 13), (2, 3, 5)),
+    ],
+    ids=lambda item: getattr(item, "__name__", str(item)),
+)
+def test_other_lengths_later(mixer: Mixer, lengths: tuple[int, ...], batches: tuple[int, ...]) -> None:
+    """The second length compiles code for all of them."""
+    torch._dynamo.reset()
+    eager, own = (decoders.made(lambda: Mixed(mixer)) for _ in range(2))
+    model = torch.compile(own, backend="streambp", options={"chunk_size": 4, "loss_chunk_size": 4})
+    for length, batch in zip(lengths, batches, strict=True):
+        ids = layouts.tokens(23, batch, length, length)
+        gradients = []
+        for call, kind in ((eager, eager), (model, own)):
+            kind.zero_grad()
+            call(ids, ids).backward()
+            gradients.append({name: each.grad for name, each in kind.named_parameters() if each.grad is not None})
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mixer", [of_some_rows, in_blocks_with_states, averaged_on_and_on], ids=lambda mixer: mixer.__name__)
+def test_it_is_explained(mixer: Mixer) -> None:
+    """On fake values, chunks without rows among them."""
+    torch._dynamo.reset()
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    found = streamfx.explain(decoders.made(lambda: Mixed(mixer)), ids, ids, chunk_size=1, loss_chunk_size=1)
+    assert {stage.kind for stage in found.stages} == {"streamed"}, str(found)

@@ -42,6 +42,7 @@ class _Stateful(Recurrence):
         """The chunk's rows from these states; what is left of them is carried on, and is a result of the last chunk."""
         plan, count = self.plan, rows_of(self.plan, operands)
         first = {slot.argument: states[slot.argument] for slot in plan.slots}
+        made: Sequence[Any] | Mapping[int, Any]
         if count:
             made = called(plan, {**operands, **states}, count)
             left = {slot.result: made[slot.result] for slot in plan.slots}
@@ -53,7 +54,7 @@ class _Stateful(Recurrence):
         has_last = after == 0 and (count > 0 or (before == 0 and chunk == 0))
         return tuple(self._result(part, made, left, has_last) for part in plan.results)
 
-    def _result(self, part: Part, made: Sequence[Any], left: Mapping[int, Tensor], has_last: bool) -> Tensor:
+    def _result(self, part: Part, made: Sequence[Any] | Mapping[int, Any], left: Mapping[int, Tensor], has_last: bool) -> Tensor:
         """What the last row leaves is a result of the chunk that has it; in a loop it is a sum of that and of zeros."""
         if part.number not in left:
             return made[part.number]
@@ -142,12 +143,32 @@ def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
     return dense.permute(back)
 
 
-def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> list[Any]:
+def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
     """Results of no rows: no kernel is asked for them, and sums over them are zero."""
     there = next(value for value in values.values() if isinstance(value, Tensor))
-    as_meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in values.items()}
-    made = called(plan, as_meta, 0)
-    return [there.new_zeros(item.shape, dtype=item.dtype) if isinstance(item, Tensor) else item for item in made]
+    made, found = of_a_block(plan, values), {}
+    for part in plan.results:
+        shape = list(made[part.number].shape)
+        if part.rows is not None:
+            shape[part.rows] = 0
+        found[part.number] = there.new_zeros(shape, dtype=part.dtype)
+    return found
+
+
+def of_a_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
+    """What the operator says that it would make of a block of rows: few say that of none."""
+
+    def like(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = [plan.block if dim == plan.rows.get(name) else size for dim, size in enumerate(value.shape)]
+        return value.new_empty(shape, device="meta")
+
+    given = {name: like(name, value) for name, value in values.items()}
+    if plan.again is not None and plan.remade:
+        made = of_a_block(plan.again, values)
+        given |= {name: made[number] for name, number in plan.remade.items()}
+    return called(plan, given, plan.block)
 
 
 def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
