@@ -160,7 +160,8 @@ OTHERWISE = {
     "flex attention",
     "result within a result",
     "scan over rows",
-}  # of functions: test_flex, test_whole, test_scan_operators
+    "convolution of the package",
+}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package
 
 
 def listing(graph: fx.Graph) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
 import streamfx
+from streamfx.passes.operators.opaque import why_opaque
 from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
+from tests.support.exactness import compare
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
@@ -269,3 +273,65 @@ def test_calls_that_differ_in_what_they_saved() -> None:
 
     (facts,) = compared(both, chunk_size=4, also=(1,)).facts
     assert not facts.reasons()
+
+
+# -- kernels that are no operators
+
+
+class Kernel(torch.autograd.Function):
+    """As packages have them: a kernel of a C++ extension, which Dynamo does not trace."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        zlib.crc32(b"a kernel")
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.flip(1).cumsum(1).flip(1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def disabled(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+@pytest.mark.parametrize("kernel", [Kernel.apply, disabled], ids=["an extension", "disabled"])
+def test_a_kernel_that_is_no_operator_is_told(kernel: Any) -> None:
+    """It breaks the graph: the result is exact, and the report says what helps."""
+
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(kernel(self.up(x))).square().mean()
+
+    torch._dynamo.reset()
+    model, x = Around().double(), torch.randn(2, 11, 8, dtype=torch.float64, requires_grad=True)
+    compare(model, {"x": x}, chunk_size=4, streams=None, graphs=None)
+    torch._dynamo.reset()
+    found = str(streamfx.explain(model, x, chunk_size=4))
+    assert "streamfx.register_recurrence where it has a state" in found, found
+    assert ("autograd.Function" in found) == (kernel is not disabled), found
+
+
+def test_a_kernel_of_triton_is_told() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(triton_kernel_wrapper_functional, (), {"kernel_idx": 0})
+    assert why_opaque(node) == "triton_kernel_wrapper_functional runs a kernel of which nobody tells what it does with rows"
+
+
+def test_an_operator_that_writes_is_told() -> None:
+    def written(m: Mixed, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        write_to(x.detach(), y)
+        return m.out(x * y)
+
+    assert "writes into its arguments" in reasons(written)
+
+
+@torch.library.custom_op("streamfx_tests::write_to", mutates_args=("y",))
+def write_to(x: Tensor, y: Tensor) -> None:
+    y.copy_(x.cumsum(1))

@@ -33,11 +33,12 @@ FLAGS = "result {number} in use, which is another where the state after the last
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator with a state, or of its backward: arguments by name, and who takes which result."""
+    """A call of an operator with a state, or of its backward: arguments by name, who takes which result, and what these are."""
 
     node: fx.Node
     arguments: Mapping[str, Any]
     parts: Mapping[int, Sequence[fx.Node]]
+    results: Sequence[Any]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -78,21 +79,21 @@ def read(node: fx.Node) -> Call:
             raise NotStateful(LISTS)
         if isinstance(value, fx.Node) and not is_tensor(value):
             raise NotStateful(SIZES.format(name=name))
-    return Call(node, {name: _behind(value) for name, value in arguments.items()}, parts)
+    return Call(node, {name: behind(value) for name, value in arguments.items()}, parts, node.meta["val"])
 
 
-def _behind(value: Any) -> Any:
+def behind(value: Any) -> Any:
     """What an argument is a plain alias of: autograd may save one in its place."""
     while isinstance(value, fx.Node) and value.target in alias.targets:
         value = node_argument(value)
     return value
 
 
-def _takers(value: fx.Node) -> Iterator[fx.Node]:
+def takers(value: fx.Node) -> Iterator[fx.Node]:
     """Who is given a value, or an alias of it."""
     for user in value.users:
         if user.target in alias.targets:
-            yield from _takers(user)
+            yield from takers(user)
         else:
             yield user
 
@@ -110,7 +111,7 @@ def backwards_of(declared: Stateful, call: Call) -> list[Call]:
 def _sharing(call: Call, target: Any) -> Iterator[Call]:
     """Calls of an operator that have an operand in common with this one."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
-    users = {user: None for source in sources for user in _takers(source) if user.target is target}
+    users = {user: None for source in sources for user in takers(source) if user.target is target}
     return map(read, users)
 
 
@@ -138,7 +139,7 @@ def written(declared: Stateful, call: Call, backwards: Sequence[Call], writer: G
     made = writer.call(Forward(plan), *call.operands(plan.operands))
     found = _replaced(call, plan, made, writer)
     for other, own in others:
-        both = Call(other.node, {**call.arguments, **other.arguments}, other.parts)
+        both = Call(other.node, {**call.arguments, **other.arguments}, other.parts, other.results)
         result = writer.before(other.node).call(Backward(own), *both.operands(own.operands))
         result.meta["streamfx_forward"] = made
         found |= _replaced(other, own, result, writer)
@@ -166,13 +167,13 @@ def _check_saved(declared: Stateful, call: Call, backwards: Sequence[Call]) -> N
     own = {backward.node for backward in backwards}
     for number, users in call.parts.items():
         without_rows = declared.results[number] is None and number not in declared.states.values()
-        if without_rows and (number not in declared.remade.values() or {user for part in users for user in _takers(part)} - own):
+        if without_rows and (number not in declared.remade.values() or {user for part in users for user in takers(part)} - own):
             raise NotStateful(SAVED.format(number=number))
 
 
 def _check_results(call: Call, results: Sequence[Any], wanted: Sequence[int]) -> None:
     """Results that are taken are those of a call as it stood: an operator may give others where it is asked for its state."""
     for number in wanted:
-        value, now = call.node.meta["val"][number], results[number]
+        value, now = call.results[number], results[number]
         if now is None or shape_of(value) != shape_of(now) or value.dtype != now.dtype:
             raise NotStateful(FLAGS.format(number=number))
