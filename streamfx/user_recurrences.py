@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from streamfx.errors import RuleError
 from streamfx.ir.stateful import Stateful
 from streamfx.passes.operators.rules.registry import RULES
-from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
+from streamfx.passes.operators.rules.stateful import declare, is_declared
 from streamfx.torch_private import OpOverload
 from streamfx.user_rules import overload_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
 TENSORS = ("Tensor", "Optional[Tensor]")
+
+
+class More(TypedDict, total=False):
+    """What few operators need to be said of."""
+
+    saved: Mapping[str, int]
+    always: Mapping[str, Any]
+    only: Mapping[str, Any]
+    counts: Collection[str]
+    block: int | str
 
 
 def register_recurrence(
@@ -24,97 +38,80 @@ def register_recurrence(
     states: Mapping[str, int],
     cotangents: Mapping[str, int],
     gradients: Sequence[str | None],
-    saved: Mapping[str, int] | None = None,
-    always: Mapping[str, Any] | None = None,
-    counts: Collection[str] = (),
-    block: int = 1,
+    **more: Unpack[More],
 ) -> None:
     """Tell streamfx where an operator of your own has its state, so that it streams: a chunk of rows begins with the state that
     the chunk before it left, and the backward of a chunk with the gradient of the state that the chunk after it left.
 
-    The operator is `torch.library`'s, and so is its backward, which gets the gradient of the state after the last row and gives
-    that of the state before the first. It runs on a chunk's rows as on any others; what is no tensor is given to it as in the
-    call that is streamed. That a call without a state begins with zeros, and that two halves, the state handed over, give what
-    all rows give, is your word: `streamfx.check_recurrence` looks whether it holds. What is declared holds for what is compiled
-    afterwards.
+    Both are operators of `torch.library`, which run on a chunk's rows as on any others. That two halves, the state handed over,
+    give what all rows give, is your word, and `streamfx.check_recurrence` looks whether it holds: docs/recurrences.md.
 
     Args:
         operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
         backward: the operator that gives its gradients. Arguments of it that are the operator's own bear the same names.
-        rows: the operator's arguments that have rows, each with the dimension that rows run along. All others are given whole,
-            and their gradients are summed over rows.
-        results: the dimension that rows run along of each of the operator's results; None of one without rows.
-        states: the operator's arguments that are states before the first row, each with the number of the result that is this
-            state after the last row. A state may be left out of a call (None), which then begins with zeros.
+        rows: arguments that have rows, each with the dimension that rows run along. Gradients of others are sums over rows.
+        results: for each of the operator's results the dimension that rows run along; None of one without rows.
+        states: arguments that are states before the first row, each with the number of the result that is it after the last.
         cotangents: the backward's arguments that are gradients of results, each with the number of the result.
-        gradients: for each result of the backward, of which argument of the operator it is the gradient; None of one that is not.
-        saved: the backward's arguments that are results of the operator, each with its number. One without rows (a state for
-            each block of rows, say) is made again for the rows of each chunk.
-        always: arguments of either that have to have a value for the operator to give its last state, and the backward the
-            gradient of the first: flags such as `{"output_final_state": True}`.
-        counts: arguments that are the number of rows.
-        block: where the operator takes rows in blocks, and its state is one only behind whole blocks, how many rows these have.
+        gradients: for each result of the backward, of which of the operator's arguments it is the gradient, or None.
+        more: `saved`, the backward's arguments that are results of the operator, by number; `always`, arguments that chunks need
+            for a last state, and its gradient; `only`, arguments of the calls that all this is true of; `counts`, arguments that
+            are the number of rows; `block`, how many rows are taken together, or the argument that says so.
 
     Raises:
-        RuleError: one of both is no operator, is declared already, or writes into its arguments; a name is not in its schema, or
-            there twice; a state has no gradient.
+        RuleError: what is said does not fit the schemas of both, which the error names.
 
     Example:
         >>> import torch, streamfx
         >>> from torch import Tensor
-        >>> @torch.library.custom_op("streamfx_docs::decayed", mutates_args=())
-        ... def decayed(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        ...     sums = [first]
-        ...     for row in x.unbind(1):
-        ...         sums.append(0.5 * sums[-1] + row)
-        ...     return torch.stack(sums[1:], 1), sums[-1].clone()
-        >>> @torch.library.custom_op("streamfx_docs::decayed_backward", mutates_args=())
-        ... def decayed_backward(dy: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor]:
-        ...     made, carried = [], dlast
-        ...     for row in reversed(dy.unbind(1)):
-        ...         made.append(carried + row)
-        ...         carried = 0.5 * made[-1]
-        ...     return torch.stack(made[::-1], 1), carried.clone()
-        >>> streamfx.register_recurrence(
-        ...     decayed,
-        ...     decayed_backward,
-        ...     rows={"x": 1},
-        ...     results=(1, None),
-        ...     states={"first": 1},
-        ...     cotangents={"dy": 0, "dlast": 1},
-        ...     gradients=("x", "first"),
-        ... )
-        >>> streamfx.check_recurrence(decayed, {"x": torch.randn(2, 7, 3), "first": torch.randn(2, 3)})
+        >>> def sums(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        ...     y = x.cumsum(1) + first[:, None]
+        ...     return y, y[:, -1].clone()
+        >>> def back(dy: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor]:
+        ...     dx = dy.flip(1).cumsum(1).flip(1) + dlast[:, None]
+        ...     return dx, dx[:, 0].clone()
+        >>> own = [torch.library.custom_op(f"streamfx_docs::{f.__name__}", f, mutates_args=()) for f in (sums, back)]
+        >>> _ = [one.register_fake(f) for one, f in zip(own, (sums, back))]
+        >>> forward, backward = {"states": {"first": 1}, "results": (1, None)}, {"cotangents": {"dy": 0, "dlast": 1}}
+        >>> streamfx.register_recurrence(*own, rows={"x": 1}, **forward, **backward, gradients=("x", "first"))
+        >>> streamfx.check_recurrence(own[0], {"x": torch.randn(2, 7, 3), "first": torch.randn(2, 3)})
     """
-    asked = f"a recurrence of {operator}"
-    own, other = overload_of(operator, asked), overload_of(backward, f"{asked} with the backward {backward}")
-    declared = Stateful(
-        name=own.name().replace("::", "_"),
-        forward=own,
-        backward=other,
-        takes=tuple(argument.name for argument in own._schema.arguments),
-        backward_takes=tuple(argument.name for argument in other._schema.arguments),
-        rows=dict(rows),
-        results=tuple(results),
-        states=dict(states),
-        cotangents=dict(cotangents),
-        gradients=tuple(gradients),
-        saved=dict(saved or {}),
-        always=dict(always or {}),
-        counts=frozenset(counts),
-        block=block,
-    )
-    _Declaration(declared, own, other, asked).check()
-    STATEFUL[own], BACKWARDS[other] = declared, declared
+    said = _Declaration(operator, backward)
+    said.check(rows=rows, results=results, states=states, cotangents=cotangents, gradients=gradients, **more)
+    declare(said.said)
 
 
 class _Declaration:
     """What is said of two operators, to be held against their schemas."""
 
-    def __init__(self, said: Stateful, own: OpOverload[Any, Any], other: OpOverload[Any, Any], asked: str) -> None:
-        self.said, self.own, self.other, self.asked = said, own, other, asked
+    said: Stateful
 
-    def check(self) -> None:
+    def __init__(self, operator: Any, backward: Any) -> None:
+        self.asked = f"a recurrence of {operator}"
+        self.own, self.other = (
+            overload_of(operator, self.asked),
+            overload_of(backward, f"{self.asked}, whose backward is {backward}"),
+        )
+
+    def check(self, **how: Any) -> None:
+        unknown = sorted(set(how) - {field.name for field in fields(Stateful)})
+        self._needs(not unknown, f"{', '.join(unknown)}", f"it may be {', '.join(More.__annotations__)}")
+        takes, backward_takes = ([argument.name for argument in one._schema.arguments] for one in (self.own, self.other))
+        copied: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+            for name, value in how.items()
+        }
+        copied["counts"] = frozenset(how.get("counts", ()))
+        names = self.own.name(), self.other.name()
+        self.said = Stateful(
+            name=names[0].replace("::", "_"),
+            operators=names,
+            forward=self.own,
+            backward=self.other,
+            takes=tuple(takes),
+            backward_takes=tuple(backward_takes),
+            **copied,
+        )
         for operator in (self.own, self.other):
             self._check_operator(operator)
         self._check_forward()
@@ -122,7 +119,7 @@ class _Declaration:
         self._check_options()
 
     def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
-        is_there = operator in RULES or operator in STATEFUL or operator in BACKWARDS
+        is_there = operator in RULES or is_declared(operator)
         self._needs(not is_there, f"{operator} has a rule already", "leave it: rules that are there are tested")
         self._needs(
             not operator._schema.is_mutable,
@@ -192,12 +189,18 @@ class _Declaration:
             for argument in operator._schema.arguments
             if str(argument.type) in TENSORS
         }
-        for what, names in (("always", said.always), ("counts", said.counts)):
-            unknown = sorted(name for name in names if name not in takes - tensors)
+        for what, names in (("always", said.always), ("counts", said.counts), ("only", said.only)):
+            known = takes if what == "only" else takes - tensors
+            unknown = sorted(name for name in names if name not in known)
             self._needs(
-                not unknown, f"{', '.join(unknown)} in {what}", f"name arguments that are no tensors: {sorted(takes - tensors)}"
+                not unknown, f"{', '.join(unknown)} in {what}", f"name arguments of it, no tensors: {sorted(takes - tensors)}"
             )
-        self._needs(type(said.block) is int and said.block > 0, f"block={said.block!r}", "give a number of rows, 1 or more")
+        is_size = type(said.block) is int and said.block > 0
+        self._needs(
+            is_size or said.block in set(said.takes) - tensors,
+            f"block={said.block!r}",
+            "give a number of rows, 1 or more, or the operator's argument that is one",
+        )
 
     def _are_tensors(self, what: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
         known = tensors_of(operator)

@@ -11,7 +11,7 @@ import torch
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
 from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
-from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
+from streamfx.passes.operators.rules.stateful import is_declared
 from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
@@ -49,7 +49,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
     """
     asked = f"a rule for {operator}"
     overload = overload_of(operator, asked)
-    if overload in RULES or overload in STATEFUL or overload in BACKWARDS:
+    if overload in RULES or is_declared(overload):
         raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
     if isinstance(rule, str):
         _check_notation(rule, overload, asked)

@@ -86,7 +86,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"always": {"asked": True}}, "asked in always"),
     ({"always": {"weight": None}}, "weight in always"),
     ({"counts": ["x"]}, "x in counts"),
+    ({"only": {"z": None}}, "z in only"),
     ({"block": 0}, "block=0"),
+    ({"block": "size"}, "block='size'"),
 ]
 
 
@@ -160,9 +162,8 @@ def test_laws_hold(operator: Any, arguments: dict[str, Any], chunk_size: int | N
 @contextmanager
 def declared(operator: Any, **other: Any) -> Iterator[None]:
     """Another declaration of an operator: one that is wrong."""
-    overload = operator._opoverload
-    own = replace(STATEFUL[overload], **other)
-    with patch.dict(STATEFUL, {overload: own}), patch.dict(BACKWARDS, {own.backward: own}):
+    own = replace(STATEFUL[operator._opoverload.name()], **other)
+    with patch.dict(STATEFUL, {own.operators[0]: own}), patch.dict(BACKWARDS, {own.operators[1]: own}):
         yield
 
 

@@ -17,6 +17,7 @@ from tests.support.exactness import Report, compare
 from tests.support.spread import spread
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import BLOCK, blocks
+from tests.support.stateful.delta_rule import delta_rule
 from tests.support.stateful.selective import selective
 from tests.support.stateful.windows import windows
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer
@@ -128,7 +129,25 @@ def averaged_on_and_on(m: Mixed, x: Tensor) -> Tensor:
     return m.out(averages(x.shape[1], m.gate(y), x, m.mu.sigmoid(), top, bottom)[0])
 
 
+def ruled(m: Mixed, x: Tensor, first: Tensor | None = None, asks: bool = False) -> Any:
+    q, k, v = (part.unflatten(-1, (2, -1)) for part in m.up(x).chunk(3, -1))
+    return delta_rule(q, k, v, 0.1 * k, v.sin(), -q.exp(), first, asks)
+
+
+def of_a_package(m: Mixed, x: Tensor) -> Tensor:
+    """flash-linear-attention's operator, which is known by its name; no state is a tensor of nothing."""
+    return m.out(ruled(m, x)[0].flatten(2))
+
+
+def of_a_package_with_states(m: Mixed, x: Tensor) -> Tensor:
+    first = (m.first.view(2, 4, 1) * m.mu[:4]).expand(x.shape[0], 2, 4, 4).clone()
+    y, last = ruled(m, x, first, asks=True)
+    return m.out(y.flatten(2)) + m.gate(last.sum(-1).flatten(1))[:, None]
+
+
 STREAMS = [
+    of_a_package,
+    of_a_package_with_states,
     without_a_first_state,
     learned_first_state,
     in_blocks_with_states,

@@ -26,6 +26,7 @@ BEYOND = ("seq_idx", "initial_states")
 WRITTEN = ("dx", "dweight", "dbias")  # in this order
 CONVOLUTION = Stateful(
     name="causal_conv1d",
+    operators=(FORWARD, BACKWARD),
     forward=causal_convolutions.forward,
     backward=causal_convolutions.backward,
     takes=("x", "weight", "bias", "silu", "first"),

@@ -22,6 +22,7 @@ from streamfx.passes.canonicalization.no_ops import alias
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.passes.operators.rules.stateful import STATEFUL
 from streamfx.runtime.stateful import Backward, Forward
+from streamfx.torch_private import OpOverload
 
 TOGETHER = "results that are taken together"
 LISTS = "a list of tensors"
@@ -52,10 +53,11 @@ def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
     scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, from the last row on
     """
-    declared = STATEFUL[node.target]
+    declared = STATEFUL[name_of(node)]
     backwards: list[Call] = []
     try:
         call = read(node)
+        _check_names(declared, call)
         backwards += backwards_of(declared, call)
         return written(declared, call, backwards, writer)
     except NotStateful as why:
@@ -68,6 +70,10 @@ OPERATOR_WITH_A_STATE = Equation("operator with a state", STATEFUL.keys(), opera
 
 
 # -- reading calls
+
+
+def name_of(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 def read(node: fx.Node) -> Call:
@@ -100,18 +106,19 @@ def takers(value: fx.Node) -> Iterator[fx.Node]:
 
 def backwards_of(declared: Stateful, call: Call) -> list[Call]:
     """The backwards of a call: they are given its operands, and what it saved for them."""
-    found = [backward for backward in _sharing(call, declared.backward) if _is_of(declared, backward, call)]
+    found = [backward for backward in _sharing(call, declared.operators[1]) if _is_of(declared, backward, call)]
     for backward in found:
-        for other in _sharing(call, declared.forward):
+        _check_names(declared, backward, backward=True)
+        for other in _sharing(call, declared.operators[0]):
             if other.arguments != call.arguments and _is_of(declared, backward, other):
                 raise NotStateful(OTHERS)
     return found
 
 
-def _sharing(call: Call, target: Any) -> Iterator[Call]:
+def _sharing(call: Call, name: str) -> Iterator[Call]:
     """Calls of an operator that have an operand in common with this one."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
-    users = {user: None for source in sources for user in takers(source) if user.target is target}
+    users = {user: None for source in sources for user in takers(source) if name_of(user) == name}
     return map(read, users)
 
 
@@ -120,6 +127,13 @@ def _is_of(declared: Stateful, backward: Call, call: Call) -> bool:
     is_given_the_same = all(_is_same(value, call.arguments[name]) for name, value in own.items())
     saved = {name: call.parts.get(number, ()) for name, number in declared.saved.items()}
     return is_given_the_same and all(backward.arguments[name] in users for name, users in saved.items())
+
+
+def _check_names(declared: Stateful, call: Call, backward: bool = False) -> None:
+    """What is known of a package's operator is known of one version."""
+    known = declared.backward_takes if backward else declared.takes
+    if tuple(call.arguments) != known:
+        raise NotStateful(f"other arguments than {', '.join(known)}")
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -151,7 +165,8 @@ def _plan_of(
 ) -> StatefulPlan:
     """A backward's plan: it is given what its call is, where it makes again what that saved."""
     kept = {name: value for name, value in other.values.items() if name not in declared.remade}
-    arguments = {**(call.values if declared.remade else {}), **kept}
+    again = any(0 not in shape_of(known[number]) for number in declared.remade.values())
+    arguments = {**(call.values if again else {}), **kept}
     own, results = writer.value(backward_plan, declared, plan, arguments, known, sorted(other.parts))
     _check_results(other, results, sorted(other.parts))
     return own

@@ -48,8 +48,8 @@ def why_opaque(node: fx.Node) -> str:
         return (
             f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
         )
-    if node.target in BACKWARDS:
-        return ALONE.format(operator=node.target, forward=BACKWARDS[node.target].forward)
+    if isinstance(node.target, OpOverload) and (declared := BACKWARDS.get(node.target.name())) is not None:
+        return ALONE.format(operator=node.target, forward=declared.operators[0])
     return f"{node.target} runs on all ranks at once, in one piece" if is_collective(node) else f"no rule for {node.target}"
 
 

@@ -28,16 +28,18 @@ ALIGNED = 16  # bytes: where a value of any type may begin
 
 @dataclass(frozen=True)
 class Stateful:
-    """What is declared of an operator and of its backward, `forward` and `backward`, which take arguments of these names.
+    """What is declared of an operator and of its backward, which graphs name so, and which take arguments of these names.
 
     `rows` names the arguments that have rows, with their dimension; `results` has that of each result, or None. `states` names
     the arguments that are states, each with the result that it is after the last row. Of the backward's arguments some are
     `cotangents` of results, some are `saved` results, by number; the others bear the names of the operator's own arguments. Its
-    results are the `gradients` of these arguments. `always` are arguments that chunks are given whatever a call gives, `counts`
-    those that are the number of rows. Chunks begin at multiples of `block`.
+    results are the `gradients` of these arguments. `always` are arguments that chunks are given whatever a call gives, `only`
+    those that a call has to give, `counts` those that are the number of rows. Chunks begin at multiples of `block`, or of the
+    argument that is called so.
     """
 
     name: str
+    operators: tuple[str, str]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     takes: tuple[str, ...]
@@ -49,8 +51,9 @@ class Stateful:
     gradients: tuple[str | None, ...]
     saved: Mapping[str, int] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
     counts: frozenset[str] = frozenset()
-    block: int = 1
+    block: int | str = 1
 
     @property
     def remade(self) -> dict[str, int]:
@@ -87,8 +90,9 @@ class Part:
 class StatefulPlan:
     """A call of one of the two operators. `given` are the arguments that are no tensors, `operands` those that are, in order.
 
-    `orders` says how the dimensions of an operand follow one another in memory, outermost first. A backward is given the states
-    `first` with which a chunk began, and what the operator `again` makes of its rows.
+    Chunks are given what is `always` given; states that are `absent` begin with zeros. `orders` says how the dimensions of an
+    operand follow one another in memory, outermost first. A backward is given the states with which a chunk began, and what the
+    operator makes `again` of its rows, `remade`; of that `nothing` has no elements.
     """
 
     name: str
@@ -98,6 +102,8 @@ class StatefulPlan:
     rows: Mapping[str, int]
     orders: Mapping[str, tuple[int, ...]]
     given: Mapping[str, Any]
+    always: Mapping[str, Any]
+    absent: frozenset[str]
     counts: frozenset[str]
     slots: tuple[Slot, ...]
     carried: Size
@@ -106,18 +112,20 @@ class StatefulPlan:
     block: int = 1
     again: StatefulPlan | None = None
     remade: Mapping[str, int] = field(default_factory=dict)
+    nothing: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
 def forward_plan(declared: Stateful, arguments: Mapping[str, Any], wanted: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
     """`arguments` of a call by name, tensors by their values; of its results these are `wanted`. And its results."""
-    arguments = {**arguments, **{name: value for name, value in declared.always.items() if name in declared.takes}}
-    results = listed(declared.forward(**arguments))
+    for name, value in declared.only.items():
+        if name in arguments and not _is_nothing_but(arguments[name], value):
+            raise NotStateful(f"another {name} than {value}")
+    always = {name: value for name, value in declared.always.items() if name in declared.takes}
+    results = listed(declared.forward(**{**arguments, **always}))
     last = {name: _tensor(results[number], f"result {number}") for name, number in declared.states.items()}
-    for name, value in last.items():
-        if arguments.get(name) is not None:
-            _check_state(name, arguments[name], value)
+    absent = _absent({name: (arguments.get(name), value) for name, value in last.items()})
     slots, carried = _slots([(name, declared.states[name], value) for name, value in last.items()])
-    call = _Call(arguments, declared.rows, results, declared.results, wanted)
+    call = _Call(arguments, always, absent, declared.rows, results, declared.results, wanted)
     return call.plan(declared, slots, carried, None), results
 
 
@@ -128,12 +136,11 @@ def backward_plan(
     made again.
     """
     always = {name: value for name, value in declared.always.items() if name in declared.backward_takes}
-    arguments = {**arguments, **always}
     into = {number: name for name, number in declared.cotangents.items()}
     last = {name: known[number] for name, number in declared.states.items()}
     cotangents = {into[number]: known[number] for number in declared.states.values()}
     saved = {name: known[number] for name, number in declared.saved.items()}
-    taken = {**saved, **arguments, **last, **cotangents}
+    taken = {**saved, **arguments, **always, **last, **cotangents}
     results = listed(declared.backward(**{name: taken[name] for name in declared.backward_takes}))
     states = []
     for name, number in declared.states.items():
@@ -141,13 +148,13 @@ def backward_plan(
         states.append((into[number], place, _tensor(results[place], f"result {place}")))
         if shape_of(states[-1][2]) != shape_of(last[name]):
             raise NotStateful(f"a gradient of {name} of another shape than {name}")
-        if (given := arguments.get(into[number])) is not None:
-            _check_state(into[number], given, states[-1][2])
+    absent = _absent({name: (arguments.get(name), value) for name, _, value in states})
     slots, carried = _slots(states)
     dims: dict[str, int | None] = {**declared.rows}
     dims |= {name: declared.results[number] for name, number in {**declared.cotangents, **declared.saved}.items()}
     made = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
-    return _Call(arguments, dims, results, made, wanted).plan(declared, slots, carried, forward), results
+    call = _Call(arguments, always, absent, dims, results, made, wanted, known)
+    return call.plan(declared, slots, carried, forward), results
 
 
 @dataclass(frozen=True)
@@ -155,36 +162,49 @@ class _Call:
     """What is known of a call: its arguments, its results, and the dimensions of both that have rows."""
 
     arguments: Mapping[str, Any]
+    always: Mapping[str, Any]
+    absent: frozenset[str]
     dims: Mapping[str, int | None]
     results: Sequence[Any]
     made: Sequence[int | None]
     wanted: Sequence[int]
+    known: Sequence[Any] = ()
 
     def plan(self, declared: Stateful, slots: tuple[Slot, ...], carried: Size, forward: StatefulPlan | None) -> StatefulPlan:
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         rows = {name: dim for name, value in tensors.items() if (dim := _dim(self.dims.get(name), value)) is not None}
         parts = tuple(self._part(number) for number in self.wanted)
-        _check_lengths(
-            {name: (tensors[name], dim) for name, dim in rows.items()}
-            | {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
-        )
+        made = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
+        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **made})
+        is_forward = forward is None
+        absent = self.absent if forward is None else self.absent | forward.absent
+        remade = {} if is_forward else {name: (number, self.known[number]) for name, number in declared.remade.items()}
         return StatefulPlan(
-            name=declared.name if forward is None else f"{declared.name}_backward",
-            function=declared.forward if forward is None else declared.backward,
-            takes=frozenset(declared.takes if forward is None else declared.backward_takes),
+            name=declared.name if is_forward else f"{declared.name}_backward",
+            function=declared.forward if is_forward else declared.backward,
+            takes=frozenset(declared.takes if is_forward else declared.backward_takes),
             operands=tuple(tensors),
             rows=rows,
-            orders={name: _order(value) for name, value in tensors.items()},
+            orders={name: _order(value) for name, value in tensors.items() if name not in absent},
             given={name: value for name, value in self.arguments.items() if name not in tensors},
+            always=self.always,
+            absent=self.absent,
             counts=declared.counts,
             slots=slots,
             carried=carried,
             results=parts,
             axes=_axes(tensors, rows, [(self.results[part.number], part.rows) for part in parts]),
-            block=declared.block,
+            block=self._block(declared.block),
             again=forward,
-            remade=declared.remade if forward is not None else {},
+            remade={name: number for name, (number, value) in remade.items() if 0 not in value.shape},
+            nothing={name: (tuple(value.shape), value.dtype) for name, (_, value) in remade.items() if 0 in value.shape},
         )
+
+    def _block(self, block: int | str) -> int:
+        found = block if isinstance(block, int) else self.arguments.get(block)
+        if not isinstance(found, int) or found < 1:
+            raise NotStateful(f"blocks of {block}={found} rows")
+        return found
 
     def _part(self, number: int) -> Part:
         value = _tensor(self.results[number], f"result {number}")
@@ -210,6 +230,23 @@ def _dim(dim: int | None, value: Any) -> int | None:
     if not -value.dim() <= dim < value.dim():
         raise NotStateful(f"a tensor of {value.dim()} dimensions, where rows are said to run along dimension {dim}")
     return dim % value.dim()
+
+
+def _absent(states: Mapping[str, tuple[Any, Tensor]]) -> frozenset[str]:
+    """States that a call leaves out, by None or by a tensor of nothing; the others are as they are after the last row."""
+    found = {name for name, (state, last) in states.items() if state is None or _is_empty(state, last)}
+    for name, (state, last) in states.items():
+        if name not in found:
+            _check_state(name, state, last)
+    return frozenset(found)
+
+
+def _is_empty(state: Any, last: Tensor) -> bool:
+    return isinstance(state, Tensor) and 0 in shape_of(state) and 0 not in shape_of(last)
+
+
+def _is_nothing_but(value: Any, asked: Any) -> bool:
+    return not isinstance(value, Tensor) and type(value) is type(asked) and bool(value == asked)
 
 
 def _check_state(argument: str, state: Any, last: Any) -> None:

@@ -95,6 +95,7 @@ class Backward(_Stateful):
     def _with_remade(self, operands: Arguments) -> Arguments:
         """What the operator saved, and has no rows."""
         again, remade = self.plan.again, self.plan.remade
+        operands = {**operands, **nothing(self.plan, operands)}
         if again is None or not remade:
             return operands
         made = called(again, operands)
@@ -105,6 +106,7 @@ class Backward(_Stateful):
     ) -> tuple[Tensor, ...]:
         assert states is not None and self.plan.again is not None
         own = {**dict(zip(self.plan.operands, operands, strict=True)), **restored(self.plan.again, states[chunk])}
+        own |= nothing(self.plan, own)
         if self.plan.remade and (count := rows_of(self.plan, own)):
             made = called(self.plan.again, own, count)
             own |= {name: made[number] for name, number in self.plan.remade.items()}
@@ -124,11 +126,14 @@ class Backward(_Stateful):
 
 
 def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
-    """What the operator makes of arguments that lie in memory as they did when they were traced; so many rows of them."""
+    """What the operator makes of arguments that lie in memory as they did when they were traced: of a chunk with so many rows, or
+    of the call as it stood.
+    """
     arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
-    counts = dict.fromkeys(plan.counts & plan.takes, count) if count is not None else {}
     given = {name: value for name, value in plan.given.items() if name in plan.takes}
-    return listed(plan.function(**{**given, **arguments, **counts}))
+    if count is not None:
+        given |= {**plan.always, **dict.fromkeys(plan.counts & plan.takes, count)}
+    return listed(plan.function(**{**given, **arguments}))
 
 
 def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
@@ -141,6 +146,12 @@ def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
         dense = dense.clone()
     back = sorted(range(len(order)), key=order.__getitem__)
     return dense.permute(back)
+
+
+def nothing(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
+    """What the operator saved that has no elements."""
+    there = next(value for value in values.values() if isinstance(value, Tensor))
+    return {name: there.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.nothing.items()}
 
 
 def of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -183,8 +194,7 @@ def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 def started(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
     """The states in front of the first row: those that are given, else zeros, which the carry still has."""
     nothing = restored(plan, carry)
-    there = {slot.argument: operands.get(slot.argument) for slot in plan.slots}
-    return {name: nothing[name] if value is None else value.to(nothing[name].dtype) for name, value in there.items()}
+    return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in nothing.items()}
 
 
 def restored(plan: StatefulPlan, carry: Tensor) -> Arguments:

@@ -12,7 +12,7 @@ from streamfx.runtime.stateful import Backward, Forward
 from tests.support.samples.registry import Sizes, sample
 from tests.support.stateful.selective import selective
 
-SCAN = selective._opoverload
+SCAN = selective._opoverload.name()
 
 
 def operands(s: Sizes) -> dict[str, Tensor]:
