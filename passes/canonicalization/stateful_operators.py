@@ -56,7 +56,7 @@ def operator_with_a_state(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node
     declared = STATEFUL[name_of(node)]
     backwards: list[Call] = []
     try:
-        call = read(node)
+        call = read(node, declared)
         _check_names(declared, call)
         backwards += backwards_of(declared, call)
         return written(declared, call, backwards, writer)
@@ -76,14 +76,14 @@ def name_of(node: fx.Node) -> str:
     return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
-def read(node: fx.Node) -> Call:
+def read(node: fx.Node, declared: Stateful) -> Call:
     arguments, parts = bound_arguments(node), results_in_use(node)
     if parts is None:
         raise NotStateful(TOGETHER)
     for name, value in arguments.items():
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
             raise NotStateful(LISTS)
-        if isinstance(value, fx.Node) and not is_tensor(value):
+        if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
             raise NotStateful(SIZES.format(name=name))
     return Call(node, {name: behind(value) for name, value in arguments.items()}, parts, node.meta["val"])
 
@@ -106,24 +106,24 @@ def takers(value: fx.Node) -> Iterator[fx.Node]:
 
 def backwards_of(declared: Stateful, call: Call) -> list[Call]:
     """The backwards of a call: they are given its operands, and what it saved for them."""
-    found = [backward for backward in _sharing(call, declared.operators[1]) if _is_of(declared, backward, call)]
+    found = [backward for backward in _sharing(call, declared, 1) if _is_of(declared, backward, call)]
     for backward in found:
         _check_names(declared, backward, backward=True)
-        for other in _sharing(call, declared.operators[0]):
+        for other in _sharing(call, declared, 0):
             if other.arguments != call.arguments and _is_of(declared, backward, other):
                 raise NotStateful(OTHERS)
     return found
 
 
-def _sharing(call: Call, name: str) -> Iterator[Call]:
-    """Calls of an operator that have an operand in common with this one."""
+def _sharing(call: Call, declared: Stateful, which: int) -> Iterator[Call]:
+    """Calls of the operator, or of its backward, that have an operand in common with this one."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
-    users = {user: None for source in sources for user in takers(source) if name_of(user) == name}
-    return map(read, users)
+    users = {user: None for source in sources for user in takers(source) if name_of(user) == declared.operators[which]}
+    return (read(user, declared) for user in users)
 
 
 def _is_of(declared: Stateful, backward: Call, call: Call) -> bool:
-    own = {name: value for name, value in backward.arguments.items() if name in declared.takes}
+    own = {name: value for name, value in backward.arguments.items() if name in declared.takes and name not in declared.counts}
     is_given_the_same = all(_is_same(value, call.arguments[name]) for name, value in own.items())
     saved = {name: call.parts.get(number, ()) for name, number in declared.saved.items()}
     return is_given_the_same and all(backward.arguments[name] in users for name, users in saved.items())

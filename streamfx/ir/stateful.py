@@ -175,7 +175,7 @@ class _Call:
         rows = {name: dim for name, value in tensors.items() if (dim := _dim(self.dims.get(name), value)) is not None}
         parts = tuple(self._part(number) for number in self.wanted)
         made = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
-        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **made})
+        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **made}, self._counts(declared))
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
         remade = {} if is_forward else {name: (number, self.known[number]) for name, number in declared.remade.items()}
@@ -186,7 +186,7 @@ class _Call:
             operands=tuple(tensors),
             rows=rows,
             orders={name: _order(value) for name, value in tensors.items() if name not in absent},
-            given={name: value for name, value in self.arguments.items() if name not in tensors},
+            given={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
             always=self.always,
             absent=self.absent,
             counts=declared.counts,
@@ -199,6 +199,9 @@ class _Call:
             remade={name: number for name, (number, value) in remade.items() if 0 not in value.shape},
             nothing={name: (tuple(value.shape), value.dtype) for name, (_, value) in remade.items() if 0 in value.shape},
         )
+
+    def _counts(self, declared: Stateful) -> dict[str, Size]:
+        return {name: size_of(self.arguments[name]) for name in declared.counts if name in self.arguments}
 
     def _block(self, block: int | str) -> int:
         found = block if isinstance(block, int) else self.arguments.get(block)
@@ -257,10 +260,10 @@ def _check_state(argument: str, state: Any, last: Any) -> None:
         raise NotStateful(f"{argument} in {state.dtype}, of which {last.dtype} does not hold all numbers")
 
 
-def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]]) -> None:
-    lengths = {name: size_of(value.shape[dim]) for name, (value, dim) in tensors.items()}
+def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[str, Size]) -> None:
+    lengths = {**{name: size_of(value.shape[dim]) for name, (value, dim) in tensors.items()}, **counts}
     if len(set(lengths.values())) != 1:
-        raise NotStateful(f"other numbers of rows: {', '.join(f'{name} has {size}' for name, size in lengths.items())}")
+        raise NotStateful(f"other numbers of rows: {', '.join(f'{name} {size}' for name, size in lengths.items())}")
 
 
 # -- memory

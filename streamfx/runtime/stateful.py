@@ -131,8 +131,9 @@ def called(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = No
     """
     arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.takes}
     given = {name: value for name, value in plan.given.items() if name in plan.takes}
+    given |= dict.fromkeys(plan.counts & plan.takes, rows_of(plan, values) if count is None else count)
     if count is not None:
-        given |= {**plan.always, **dict.fromkeys(plan.counts & plan.takes, count)}
+        given |= plan.always
     return listed(plan.function(**{**given, **arguments}))
 
 
