@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from streamfx.ir.facts import Form, known
@@ -223,6 +224,21 @@ def test_the_last_state_is_a_result() -> None:
     assert len(stateful(report)) == 2
 
 
+def test_rows_lie_as_they_did_when_they_were_traced() -> None:
+    """Rows of a chunk out of what the caller gives have gaps between sequences, which the kernel does not take."""
+
+    class Given(Mixed):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            y, _ = windows(ids.transpose(1, 2), self.cell.weight_ih[:WIDTH, :3], self.first, None)
+            return F.cross_entropy(self.head(y.transpose(1, 2)).flatten(0, 1), labels.flatten())
+
+    draw = torch.Generator().manual_seed(0)
+    features = torch.randn(2, LENGTH, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
+    inputs = {"ids": features, "labels": layouts.tokens(23, 2, LENGTH, 0)}
+    report = compare(decoders.made(lambda: Given(averaged)), inputs, chunk_size=4, also=(1, 3))
+    assert len(stateful(report)) == 2
+
+
 def test_inside_of_blocks_it_runs_whole() -> None:
     """Rows from the third on: chunks would begin where the operator's blocks do not. From the fifth on they do."""
 
@@ -233,6 +249,15 @@ def test_inside_of_blocks_it_runs_whole() -> None:
     assert any("takes 4 rows together" in reason for reason in facts.reasons())
     (facts,) = compared(later(4), chunk_size=4, also=(3,)).facts
     assert not facts.reasons()
+
+
+def test_in_a_layer_that_is_checkpointed() -> None:
+    """What is made again in the backward half is another call; its own backward goes with it."""
+
+    def again(m: Mixed, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: last_state_for_all_rows(m, x), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    compared(again, layers=2, chunk_size=4, also=(1,), streams=None)
 
 
 def test_without_gradients() -> None:

@@ -65,8 +65,7 @@ ROWS = (
         RUN,
         "dense = value.permute(order).contiguous()",
         "dense = value.permute(order)",
-        f"{STREAMS}[convolved]",
-        f"{STREAMS}[convolved_from_learned_rows]",
+        "test_stateful.py::test_rows_lie_as_they_did_when_they_were_traced",
     ),
     fault(
         "flags are left as a call gives them",
@@ -135,8 +134,8 @@ ROWS = (
     fault(
         "sequences in a row are one",
         PACKED,
-        '_check_none(own, (*BEYOND, "_final_states_out_base_index"))',
-        '_check_none(own, ("_final_states_out_base_index",))',
+        'BEYOND = ("seq_idx", "initial_states")',
+        'BEYOND = ("initial_states",)',
         f"{PACKAGE}::test_sequences_in_a_row_run_whole",
     ),
 )

@@ -28,7 +28,7 @@ SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of th
     "weighted": "lambda s, r: (0.5 * s + s @ mixed.t().sigmoid() + r, s * mixed.sum(0)), {first}, z, dim={time}",
     "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
 }
-STATEFUL = {  # operators with a state: y and the last state, of rows r [b t d]; the first one's shape; what of the last is for all
+STATEFUL = {  # operators with a state: y and the last state of rows r [b t d], the first one's shape, and what is for all rows
     "selective": (
         "selective(r, r.sigmoid(), -mixed.sigmoid(), r @ mixed, r @ mixed.cos(), None, {first})",
         "({d}, {d})",
