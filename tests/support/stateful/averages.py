@@ -72,8 +72,9 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor, dover: Tensor, dunder: Tensor, _: Any) -> Any:
-    dk, dv, ddecay, dtop, dbottom = averages_backward(ctx.count, dy, dover, dunder, *ctx.saved_tensors)
-    top, bottom = ctx.saved_tensors[3:5]
+    saved = ctx.saved_tensors
+    dk, dv, ddecay, dtop, dbottom = averages_backward(ctx.count, dy, dover, dunder, *saved)
+    top, bottom = saved[3:5]
     return None, dk, dv, ddecay, None if top is None else dtop, None if bottom is None else dbottom
 
 

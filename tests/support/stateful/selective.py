@@ -73,8 +73,9 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor, dlast: Tensor) -> Any:
-    *made, dd, dfirst = selective_backward(dy, dlast, *ctx.saved_tensors)
-    d, first = ctx.saved_tensors[5:]
+    saved = ctx.saved_tensors  # which may be asked for once
+    *made, dd, dfirst = selective_backward(dy, dlast, *saved)
+    d, first = saved[5:]
     return (*made, None if d is None else dd, None if first is None else dfirst)
 
 
