@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from streamfx.integrations import Enabled, disable, enable
     from streamfx.planner.plan import plan
     from streamfx.planner.report import PlanReport
+    from streamfx.recurrence_laws import check_recurrence
+    from streamfx.user_recurrences import register_recurrence
     from streamfx.user_rules import register_rule
 
 __version__ = "0.1.0"
@@ -61,12 +63,14 @@ __all__ = [
     "StreamFXError",
     "TurnedOutput",
     "Verification",
+    "check_recurrence",
     "configure",
     "disable",
     "enable",
     "explain",
     "plan",
     "profile",
+    "register_recurrence",
     "register_rule",
     "streambp",
     "verify",
@@ -85,6 +89,8 @@ _LAZY = {
     "enable": "streamfx.integrations",
     "plan": "streamfx.planner.plan",
     "PlanReport": "streamfx.planner.report",
+    "check_recurrence": "streamfx.recurrence_laws",
+    "register_recurrence": "streamfx.user_recurrences",
     "register_rule": "streamfx.user_rules",
 }
 

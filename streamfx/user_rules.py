@@ -11,6 +11,7 @@ import torch
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
 from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
+from streamfx.passes.operators.rules.stateful import is_declared
 from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
@@ -47,8 +48,8 @@ def register_rule(operator: Any, rule: Rule) -> None:
         >>> streamfx.register_rule(double, "... d -> ... d")
     """
     asked = f"a rule for {operator}"
-    overload = _overload(operator, asked)
-    if overload in RULES:
+    overload = overload_of(operator, asked)
+    if overload in RULES or is_declared(overload):
         raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
     if isinstance(rule, str):
         _check_notation(rule, overload, asked)
@@ -59,7 +60,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
         raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
 
 
-def _overload(operator: Any, asked: str) -> OpOverload[Any, Any]:
+def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
     if isinstance(operator, OpOverloadPacket):
         if len(operator.overloads()) > 1:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())

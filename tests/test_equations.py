@@ -17,6 +17,8 @@ from streamfx.report.listing import call_text, dtype_text, shape_text
 from tests import test_attention_with_sink, test_canonical, test_canonical_equations
 from tests.support.canonical import Case, graphs, plain
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
+from tests.support.stateful.blocks import blocks
+from tests.support.stateful.selective import selective, selective_backward
 
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
@@ -40,6 +42,19 @@ def of_documents(softcap: float) -> Case:
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     how = {"causal": True, "softcap": softcap}
     return Case(lambda q, ends: flash_attn_varlen_func(q, q, q, ends, ends, 3, 3, **how), (plain(5, 3, 8), ends))
+
+
+def scanned(x: Tensor, a: Tensor, b: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
+    """A scan, and its backward."""
+    y, last = selective(x, x, a, b, b)
+    dx, _, da, *_, dfirst = selective_backward(y, dlast, x, x, a, b, b)
+    return y, last, dx, da, dfirst
+
+
+def read_by_others(q: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """What an operator has saved in blocks of rows is looked at."""
+    y, _, saved = blocks(q, q, q, g, 0.5, None, False)
+    return y, saved.sin()
 
 
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
@@ -130,6 +145,10 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "attention of a device": (fused(0.0), fused(0.1)),
     "attention of the flash package": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
     "packed attention of the flash package": (of_documents(0.0), of_documents(30.0)),
+    "operator with a state": (
+        Case(scanned, (plain(2, 5, 3), plain(3, 4), plain(2, 5, 4), plain(2, 3, 4))),
+        Case(read_by_others, (plain(2, 6, 1, 3), plain(2, 6, 1))),
+    ),
     "heads repeated for groups": (
         heads(test_canonical_equations.GROUPS["groups"][0]),
         heads(test_canonical_equations.GROUPS["other groups"][0]),
@@ -141,7 +160,8 @@ OTHERWISE = {
     "flex attention",
     "result within a result",
     "scan over rows",
-}  # of functions: test_flex, test_whole, test_scan_operators
+    "convolution of the package",
+}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package
 
 
 def listing(graph: fx.Graph) -> str:

@@ -12,12 +12,14 @@ import pytest
 import streamfx
 
 PUBLIC = {
+    "check_recurrence",
     "configure",
     "disable",
     "enable",
     "explain",
     "plan",
     "profile",
+    "register_recurrence",
     "register_rule",
     "streambp",
     "verify",

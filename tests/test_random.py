@@ -41,6 +41,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "stages": (0, 1, 2),
     "whole": (0, 1, 2),
     "scans": (0, 1, 2),
+    "states": (0, 1, 2, 3),
 }
 
 

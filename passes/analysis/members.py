@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TypeAlias
@@ -11,6 +11,7 @@ from typing import TypeAlias
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, SequenceAxis
 from streamfx.ir.sizes import Size, numeric
+from streamfx.runtime.recurrences import Recurrence
 
 Link: TypeAlias = "tuple[Atom, Atom, Size, bool]"
 MOST_PARTS = 24
@@ -22,7 +23,13 @@ def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
     sound = [cut for cut in cuts if not any(atom in members for atom in cut.inside)]
     if len(sound) < len(cuts):  # the rows of a block are rows of the sequence as well, where slices take out one block
         members, blocks = members_of(main, axes, sound)
-    return SequenceAxis(main, axes.table.size(main), members, blocks)
+    return SequenceAxis(main, axes.table.size(main), members, blocks, _together(members, axes))
+
+
+def _together(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
+    """How many rows of these axes operators take at once: chunks may not begin between them."""
+    runs = [(run, axes.letters[node][run.axes.rows]) for node in axes.signatures if isinstance(run := node.target, Recurrence)]
+    return frozenset(run.block for run, dim in runs if any(atom in members for atom in axes.table.resolve(dim)))
 
 
 def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[dict[Atom, tuple[Size, Size]], dict[Atom, int]]:

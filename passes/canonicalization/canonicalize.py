@@ -12,6 +12,7 @@ from streamfx.ir.joint import drop_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization import (
     attention_with_sink,
+    convolution_package,
     convolutions,
     dropped_column,
     fills,
@@ -31,6 +32,7 @@ from streamfx.passes.canonicalization import (
     scan_operators,
     scattered,
     softmax,
+    stateful_operators,
     windows_of_rows,
 )
 from streamfx.passes.canonicalization.driver import simplify
@@ -72,6 +74,7 @@ TABLE: tuple[Equation, ...] = (
     reversed_scans.reversed_scan,
     scan_operators.turned_repetition,
     scan_operators.scan_over_rows,
+    stateful_operators.OPERATOR_WITH_A_STATE,
     convolutions.gradients_of_a_convolution,
     losses.mean_loss,
     losses.mean_loss_gradient,
@@ -82,6 +85,7 @@ TABLE: tuple[Equation, ...] = (
     fused.attention_of_a_device,
     flash_package.attention_of_the_flash_package,
     flash_package.packed_attention_of_the_flash_package,
+    convolution_package.convolution_of_the_package,
     grouped.heads_repeated_for_groups,
 )
 WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,14 +22,15 @@ Equals: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 @dataclass(frozen=True)
 class Equation:
-    """`rewrite` gets an operator among `targets` (names of those that other packages define), and a writer that stands before it.
+    """`rewrite` gets an operator among `targets` (names of those that other packages define; there may be more of them later),
+    and a writer that stands before it.
 
     It gives what the operator equals, or what each of several values equals where they change together; None where the equation
     does not hold, or says nothing new. It replaces nothing itself.
     """
 
     name: str
-    targets: tuple[Any, ...]
+    targets: Collection[Any]
     rewrite: Callable[[fx.Node, GraphWriter], Equals]
 
     @property

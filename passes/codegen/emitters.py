@@ -34,9 +34,11 @@ from streamfx.runtime.sizes import (
     rows_in_chunk,
     rows_shifted,
 )
+from streamfx.runtime.stateful import Backward, Forward
 
 aten = torch.ops.aten
 AGAINST = "{target} runs over the rows in the other direction than what needs it"
+INSIDE_BLOCKS = "{target} takes {block} rows together, and chunks would begin between them"
 NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
 
 
@@ -202,7 +204,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
-@emits(Unrolled, Scanned)
+@emits(Unrolled, Scanned, Forward, Backward)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
     run: Recurrence = node.target  # type: ignore[assignment]
@@ -210,6 +212,8 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
     own = layout.rows(layout.axes.letters[node][rows])
+    if run.block != 1 and (own.block != 1 or not isinstance(own.offset, int) or own.offset % run.block):
+        raise RunsWhole(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
     before, after = _rows_before(builder, own, run.reverse), _rows_before(builder, own, not run.reverse)
     chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
     known = builder.outer_states(forward) if forward is not None else None

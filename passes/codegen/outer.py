@@ -228,7 +228,7 @@ def first_row(node: fx.Node) -> torch.Tensor:
     """A fake value like a state of a scan: how many chunks leave one is known at run time."""
     if isinstance(node.target, Recurrence):
         like: torch.Tensor = node.meta["val"][0]
-        return like.new_empty((1, node.target.carried), dtype=node.target.carry_type)
+        return like.new_empty((1, numeric(node.target.carried)), dtype=node.target.carry_type)
     dim = bound_arguments(node)["dim"]
     value: torch.Tensor = node.meta["val"]
     with torch.no_grad():

@@ -16,13 +16,15 @@ from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.rules.registry import rule_for
+from streamfx.passes.operators.rules.stateful import BACKWARDS
 from streamfx.passes.operators.traits import READS_STRIDES
 from streamfx.runtime.as_traced import part_of, strided, strided_scatter
 from streamfx.runtime.collectives import ALL_REDUCE
-from streamfx.torch_private import HigherOrderOperator, OpOverload
+from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
+ALONE = "{operator} gets other operands than any call of {forward}, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
 READS_MEMORY |= {target: target for target in READS_STRIDES}
@@ -37,12 +39,23 @@ def why_opaque(node: fx.Node) -> str:
     """What is in the way of a rule, in a user's words."""
     if node.target in READS_MEMORY:
         return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
+    if is_triton(node):
+        return f"{node.target} runs a kernel of which nobody tells what it does with rows"
     if isinstance(node.target, HigherOrderOperator):
         inner = next((argument for argument in node.args if isinstance(argument, OpOverload)), None)
+        if node.target is AUTO_FUNCTIONALIZED:
+            return f"{inner} writes into its arguments, and runs in one piece"
         return (
             f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
         )
+    if isinstance(node.target, OpOverload) and (declared := BACKWARDS.get(node.target.name())) is not None:
+        return ALONE.format(operator=node.target, forward=declared.operators[0])
     return f"{node.target} runs on all ranks at once, in one piece" if is_collective(node) else f"no rule for {node.target}"
+
+
+def is_triton(node: fx.Node) -> bool:
+    """Whether an operator is a launch of a Triton kernel that Dynamo has traced."""
+    return isinstance(node.target, HigherOrderOperator) and str(node.target).startswith("triton_kernel_wrapper")
 
 
 def may_be_merged(node: fx.Node) -> bool:

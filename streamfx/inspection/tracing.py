@@ -24,7 +24,7 @@ from streamfx.inspection.untouched import Faker, modules_of, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.options import Options, resolved
-from streamfx.report.reasons import RECURRENT
+from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
     default_partition,
@@ -164,8 +164,7 @@ def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, 
     for file, line, text in found:
         where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
         reason, hint, given_up = cause_of_break(text)
-        do = RECURRENT if "RNN, GRU, or LSTM" in reason else hint
-        breaks.setdefault(where, GraphBreak(reason, where, do, given_up))
+        breaks.setdefault(where, GraphBreak(reason, where, advice_on_break(reason, hint), given_up))
     return tuple(breaks.values())
 
 

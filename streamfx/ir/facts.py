@@ -33,13 +33,15 @@ class SequenceAxis:
     `members` maps an atom to (offset, length): row i of such an axis stands at position i + offset of the sequence.
     Slices and paddings of the sequence are members of their own. The main atom has offset 0 and all `length` rows.
     `blocks` holds the members whose every row stands for a block of rows of the sequence, with the block's size: row i stands
-    for rows i * size + offset to (i + 1) * size + offset. Chunks begin where blocks do, at multiples of `granule`.
+    for rows i * size + offset to (i + 1) * size + offset. Chunks begin where blocks do, at multiples of `granule`;
+    also where operators begin that take so many rows `together`.
     """
 
     main: Atom
     length: Size
     members: Mapping[Atom, tuple[Size, Size]]
     blocks: Mapping[Atom, int] = field(default_factory=dict)
+    together: frozenset[int] = frozenset()
 
     def block(self, atom: Atom) -> int:
         """How many rows of the sequence a row of this axis stands for."""
@@ -47,7 +49,7 @@ class SequenceAxis:
 
     @property
     def granule(self) -> int:
-        return lcm(*self.blocks.values())
+        return lcm(*self.blocks.values(), *self.together)
 
 
 @dataclass(frozen=True)

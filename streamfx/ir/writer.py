@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,12 +34,16 @@ class GraphWriter:
             made = self.graph.call_function(target, args, kwargs)
         self.made.append(made)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with torch.no_grad(), self._fake_mode():
-            made.meta["val"] = target(*fake_args, **fake_kwargs)
+        made.meta["val"] = self.value(target, *fake_args, **fake_kwargs)
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
                 made.meta[key] = self._point.meta[key]
         return made
+
+    def value(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function makes of fake values."""
+        with torch.no_grad(), self._fake_mode():
+            return function(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
         """The fake mode of the graph's own values, so that operators without operands make fake values too."""

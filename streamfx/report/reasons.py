@@ -12,9 +12,9 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_collective
-from streamfx.passes.operators.opaque import is_opaque, why_opaque
+from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
-from streamfx.torch_private import OpOverload
+from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
 
 MOST = 160  # characters of an unexpected error that a report shows
@@ -22,12 +22,29 @@ FEW = 3  # operators that a reason names
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
 FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
-NO_RULE = "write it with operators that streamfx knows, or give it a rule (CONTRIBUTING.md says how)"
+NO_RULE = (
+    "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; where it has a state, "
+    "streamfx.register_recurrence)"
+)
 RANKS = "what lies between two such operators streams"
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
 RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
+KERNEL = (
+    "let the kernel be an operator of torch.library, with a backward that is another (torch.library.custom_op), and tell what "
+    "it does with rows: streamfx.register_recurrence where it has a state, else streamfx.register_rule"
+)
+WRITES = "wrap it in an operator that returns what it writes, and tell what that does with rows: streamfx.register_rule"
+IN_ORDER = "give the operator memory that lies in the order of its dimensions: x.contiguous()"
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
+
+
+ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint helps nobody with a kernel
+    "RNN, GRU, or LSTM": RECURRENT,
+    "torch.compiler.disable": KERNEL,
+    "created with pybind": KERNEL,
+    "non-contiguous `out=` tensor": IN_ORDER,
+}
 
 
 @dataclass(frozen=True)
@@ -70,13 +87,26 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     if is_collective(node):
         return RANKS
     if is_opaque(node):
-        return NO_RULE if isinstance(node.target, OpOverload) else OTHER
+        return _advice_on_opaque(node)
     if _is_of_recurrent_layer(node):
         return RECURRENT
     signature = facts.axes.signatures.get(node)
     if signature is not None and signature.whole:
         return MIXES
     return OTHER
+
+
+def _advice_on_opaque(node: fx.Node) -> str:
+    if is_triton(node):
+        return KERNEL
+    if node.target is AUTO_FUNCTIONALIZED:
+        return WRITES
+    return NO_RULE if isinstance(node.target, OpOverload) else OTHER
+
+
+def advice_on_break(reason: str, hint: str) -> str:
+    """What helps where Dynamo does not trace something: its own hint, unless more is known."""
+    return next((advice for found, advice in ON_BREAKS.items() if found in reason), hint)
 
 
 def _is_of_recurrent_layer(node: fx.Node) -> bool:

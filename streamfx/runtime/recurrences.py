@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx.ir.recurrence import Number, Read, RecurrenceAxes, RecurrencePlan, Steps, Value
+from streamfx.ir.sizes import Size
 from streamfx.runtime.single_rows import nothing_to_add
 
 Env = dict[Number, Any]
@@ -29,8 +30,9 @@ class Recurrence(ABC):
     name: str
     axes: RecurrenceAxes
     reverse: bool
-    carried: int  # elements of the carry
+    carried: Size  # elements of the carry
     carry_type: torch.dtype
+    block: int = 1  # chunks begin at multiples of so many rows
     needs_states: bool = False  # where it runs in reverse: the states with which chunks of the forward half began
 
     def __repr__(self) -> str:

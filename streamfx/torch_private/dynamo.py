@@ -154,9 +154,10 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
     """Of what Dynamo says of a graph break: the cause, its first hint, and whether it gave the function up (2.11, 2.13)."""
     given_up = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
-    if found := re.search(r"^(\S.*)\n  Explanation: (.*)", cause, re.MULTILINE):
+    if found := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
         hint = re.search(r"^  Hint: (.*)", cause, re.MULTILINE)
-        return f"{found[1]}: {found[2]}", hint[1] if hint and "report" not in hint[1] else "", given_up
+        inside = f" in {found[2]}" if found[2] else ""
+        return f"{found[1]}{inside}: {found[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
     return cause.split("\n", 1)[0], "", given_up
 
 

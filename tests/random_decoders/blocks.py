@@ -29,6 +29,20 @@ SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of th
     "reset": "lambda s, r: ((0.9 * s + r) * (r.sum(-1, keepdim=True) > 0), s.sin() + r), {first}, z, dim={time}",
     "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
 }
+STATEFUL = {  # operators with a state: y and the last state of rows r [b t d], the first one's shape, and what is for all rows
+    "selective": (
+        "selective(r, r.sigmoid(), -mixed.sigmoid(), r @ mixed, r @ mixed.cos(), None, {first})",
+        "({d}, {d})",
+        "last.sum(-1)",
+    ),
+    "blocks": (
+        "blocks(*(f(r)[:, :, None] for f in (torch.sin, torch.tanh, torch.cos)), -r[..., :1].exp(), 0.5, {first}, {asks})[:2]",
+        "(1, {d}, {d})",
+        "last.sum((1, -1))",
+    ),
+    "windows": ("windows(r.contiguous().mT, mixed[:, :3], None, {first})", "({d}, 2)", "last.sum(-1)"),
+    "averages": ("averages(r.shape[1], r.tanh(), r, mixed[0].sigmoid(), {first}, {first})[:2]", "({d},)", "last"),
+}
 Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
 
 
@@ -108,6 +122,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             _recur(w, time)
         case form if form in SCANS:
             _scan(w, form, i, time)
+        case operator if operator in STATEFUL:
+            _handed_on(w, operator, i)
         case whole if whole in WHOLE:
             w.line(WHOLE[whole].format(time=time))
 
@@ -144,6 +160,24 @@ def _scan(w: Writer, form: str, i: int, time: int) -> None:
         w.line(f"z = z + torch.copysign({w.parameter(f'sign{i}', d)}, last).unsqueeze({time})")
     elif seed % 2:
         w.line(f"z = z + 0.1 * ({'last[0]' if form == 'of two' else 'last'}).unsqueeze({time})")
+
+
+def _handed_on(w: Writer, operator: str, i: int) -> None:
+    """An operator with a state, of all rows or of those behind the first; the last state may be for all rows."""
+    d, seed, layout = w.decoder.width, w.decoder.seed, w.decoder.layout
+    there, back = {"time first": ("z.transpose(0, 1)", ".transpose(0, 1)"), "unbatched": ("z[None]", "[0]")}.get(
+        layout, ("z", "")
+    )
+    call, shape, of_last = STATEFUL[operator]
+    start = 1 if seed % 5 == 0 else 0
+    first = f"first.expand(len(r), *{shape.format(d=d)}).clone()" if seed % 3 == 0 or operator == "averages" else "None"
+    w.line(f"mixed = {w.parameter(f'mixed{i}', d, max(d, 3))}[:, :{d if operator != 'windows' else max(d, 3)}]")
+    w.line(f"r = {there}[:, {start}:]", f"first = r[:, :1].mean() * {w.parameter(f'first{i}', *eval(shape.format(d=d)))} + 1")
+    w.line(f"y, last = {call.format(first=first, asks=seed % 2 == 1)}")
+    if operator == "blocks":
+        w.line("y = y[:, :, 0]")
+    w.line("y = F.pad(y.mT if " + str(operator == "windows") + f" else y, [0, 0, {start}, 0])")
+    w.line("y = y" + (f" + 0.1 * {of_last}[:, None]" if seed % 2 else ""), f"z = y{back}")
 
 
 def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:

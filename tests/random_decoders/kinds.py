@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.blocks import SCANS, WHOLE
+from tests.random_decoders.blocks import SCANS, STATEFUL, WHOLE
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -132,10 +132,10 @@ def _whole(decoder: Decoder, random: Random) -> Decoder:
     return replace(decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", **lengths)
 
 
-def _scans(decoder: Decoder, random: Random) -> Decoder:
-    """A loop over rows that is one operator, whose steps are functions; often of any length."""
+def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCANS)) -> Decoder:
+    """A loop over rows that is one operator, whose steps are functions, or hands on a state; often of any length."""
     layers = [
-        replace(decoder.layers[0], mixer=random.choice(list(SCANS)), **drawn(Layer, random, "core", "mlp", "wiring"))
+        replace(decoder.layers[0], mixer=random.choice(list(mixers)), **drawn(Layer, random, "core", "mlp", "wiring"))
         for _ in range(random.choice((1, 2)))
     ]
     lengths = (
@@ -198,6 +198,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "stages": _stages,
     "whole": _whole,
     "scans": _scans,
+    "states": partial(_scans, mixers=tuple(STATEFUL)),
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -216,6 +217,7 @@ OFTEN = (
     "stages",
     "whole",
     "scans",
+    "states",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.random_decoders.bends import BEND, BENDS
-from tests.random_decoders.blocks import block
+from tests.random_decoders.blocks import STATEFUL, block
 from tests.random_decoders.extras import FEATURES, FUNCTIONS, LINES, PARAMETERS
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
@@ -63,6 +63,7 @@ DIRECT = """\
 FROZEN = """
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(not name.startswith(("head.", "last_norm.")))"""
+OPERATORS = "from tests.support.stateful.{0} import {0}\n"
 GROUPED = "from transformers.integrations import moe  # defines the grouped product\n"
 NORM = """
 
@@ -91,7 +92,7 @@ def program(decoder: Decoder) -> str:
     return PROGRAM.format(
         functions=_functions(decoder, lines),
         norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
-        imports=GROUPED if "grouped_mm" in "\n".join(lines) else "",
+        imports=_imports("\n".join(lines)),
         own=own or "pass",
         arguments=", ".join(w.inputs),
         lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),
@@ -105,6 +106,11 @@ def program(decoder: Decoder) -> str:
         reduce=_reduce(decoder),
         check=_check(decoder),
     )
+
+
+def _imports(text: str) -> str:
+    used = [name for name in STATEFUL if f"{name}(" in text]
+    return "".join(OPERATORS.format(name) for name in used) + (GROUPED if "grouped_mm" in text else "")
 
 
 def _functions(decoder: Decoder, lines: list[str]) -> str:

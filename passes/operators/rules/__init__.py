@@ -14,6 +14,7 @@ from streamfx.passes.operators.rules import (
     recurrences,
     reductions,
     scans,
+    stateful_packages,
     views,
 )
 from streamfx.passes.operators.rules.decompositions import DECOMPOSITIONS
@@ -39,5 +40,6 @@ __all__ = [
     "rule_for",
     "scans",
     "signatures",
+    "stateful_packages",
     "views",
 ]

@@ -15,6 +15,7 @@ from tests.support.samples import (  # noqa: F401
     pointwise,
     recurrences,
     reductions,
+    stateful,
     views,
 )
 from tests.support.samples.registry import SAMPLES, Sizes, calls

@@ -1,0 +1,16 @@
+"""The causal-conv1d package, or where it is not installed a stand-in for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+IS_STAND_IN = importlib.util.find_spec("causal_conv1d") is None
+if IS_STAND_IN:
+    sys.path.append(str(Path(__file__).parent / "kernels"))
+
+_package: Any = importlib.import_module("causal_conv1d")
+causal_conv1d_fn = _package.causal_conv1d_fn

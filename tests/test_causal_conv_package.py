@@ -1,0 +1,89 @@
+"""The causal-conv1d package's operators stream: the last rows of a chunk are the state of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamfx
+from streamfx.runtime import causal_convolutions
+from streamfx.runtime.stateful import Backward, Forward
+from tests.support import decoders, layouts
+from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
+from tests.test_recurrences import WIDTH, Mixed
+from tests.test_stateful import compared, stateful
+
+pytestmark = pytest.mark.skipif(not IS_STAND_IN, reason="the package itself runs on GPUs alone")
+
+Weights = Callable[[Mixed], tuple[Tensor, Tensor | None]]
+
+
+def convolved(m: Mixed, x: Tensor, width: int = 4, bias: bool = True, **how: Any) -> Tensor:
+    """With rows side by side, as its graph can be traced."""
+    rows = m.up(x)[..., :WIDTH].transpose(1, 2).contiguous()
+    made: Tensor = causal_conv1d_fn(rows, m.cell.weight_ih[:WIDTH, :width], m.first if bias else None, **how)
+    return m.out(made.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "how", [{"activation": "silu"}, {"bias": False, "width": 2}, {"width": 3, "activation": "swish", "bias": False}], ids=str
+)
+def test_it_streams(how: dict[str, Any]) -> None:
+    report = compared(lambda m, x: convolved(m, x, **how), chunk_size=4, also=(1, 2, 11))
+    assert [type(node.target) for node in stateful(report)] == [Forward, Backward]
+
+
+def test_two_of_one_weight_in_layers() -> None:
+    report = compared(lambda m, x: convolved(m, x) + convolved(m, x.sin()), layers=2, length=7, batch=7, chunk_size=3)
+    assert len(stateful(report)) == 8
+
+
+def test_sequences_in_a_row_run_whole() -> None:
+    """Which rows are of one sequence, numbers say: rows are not only seen from the next chunk, numbers are as well."""
+
+    def packed(m: Mixed, x: Tensor) -> Tensor:
+        number = (torch.arange(x.shape[1]) // 5).to(torch.int32).expand(x.shape[0], -1).contiguous()
+        return convolved(m, x, seq_idx=number)
+
+    (facts,) = compared(packed, chunk_size=4, streams=False).facts
+    assert any("seq_idx of the caller's" in reason for reason in facts.reasons()), facts.reasons()
+
+
+def test_a_first_state_runs_whole() -> None:
+    """Channels lie side by side then, which Dynamo does not trace: the graph breaks, and the report says what helps."""
+
+    def from_a_state(m: Mixed, x: Tensor) -> Tensor:
+        first = m.up.weight[:WIDTH, :3].t().expand(x.shape[0], 3, WIDTH).clone().transpose(1, 2)
+        y, last = causal_conv1d_fn(
+            m.up(x)[..., :WIDTH].transpose(1, 2),
+            m.cell.weight_ih[:WIDTH, :4],
+            initial_states=first,
+            return_final_states=True,
+        )
+        return m.out(y.transpose(1, 2)) + last.sum(-1)[:, None]
+
+    compared(from_a_state, chunk_size=4, streams=None, graphs=None)
+    torch._dynamo.reset()
+    ids = layouts.tokens(23, 2, 11, 0)
+    found = streamfx.explain(decoders.made(lambda: Mixed(from_a_state)), ids, ids, chunk_size=4)
+    assert "x.contiguous()" in str(found)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("silu", [True, False])
+def test_joined_rows_are_the_packages_own_state(length: int, silu: bool) -> None:
+    """Which it takes with channels side by side."""
+    draw = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, length, 8, dtype=torch.float64, generator=draw).transpose(1, 2) for _ in range(2))
+    first, dlast = (torch.randn(2, 3, 8, dtype=torch.float64, generator=draw).transpose(1, 2) for _ in range(2))
+    weight, bias = (torch.randn(*shape, dtype=torch.float64, generator=draw) for shape in ((8, 4), (8,)))
+    own = [item.detach().clone(memory_format=torch.preserve_format).requires_grad_() for item in (x, weight, bias, first)]
+    out, last = causal_conv1d_fn(*own[:3], initial_states=own[3], return_final_states=True, activation="silu" if silu else None)
+    torch.autograd.backward((out, last), (dy, dlast))
+    made = causal_convolutions.forward(x, weight, bias, silu, first)
+    gradients = causal_convolutions.backward(dy, dlast, x, weight, bias, silu, first)
+    torch.testing.assert_close([*made, *gradients], [out.detach(), last.detach(), *(item.grad for item in own)])

@@ -1,0 +1,338 @@
+"""What `register_recurrence` refuses, what of a call it does not hold for, and the laws that a user may ask for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+import streamfx
+from streamfx.passes.operators.opaque import why_opaque
+from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
+from tests.support.exactness import compare
+from tests.support.stateful.averages import averages
+from tests.support.stateful.blocks import blocks
+from tests.support.stateful.selective import selective, selective_backward
+from tests.support.stateful.windows import windows
+from tests.test_recurrences import Mixed, Mixer
+from tests.test_stateful import attended, compared
+
+# -- declarations
+
+T = Tensor
+
+
+@torch.library.custom_op("streamfx_tests::undeclared", mutates_args=())
+def undeclared(x: T, weight: T, first: T | None, rows: int, asks: bool) -> tuple[T, T, T]:
+    return x.clone(), x.clone(), x.clone()
+
+
+@torch.library.custom_op("streamfx_tests::undeclared_backward", mutates_args=())
+def undeclared_backward(dy: T, dlast: T, x: T, weight: T, first: T | None, kept: T, rows: int) -> tuple[T, T, T]:
+    return x.clone(), x.clone(), x.clone()
+
+
+@torch.library.custom_op("streamfx_tests::writing", mutates_args=("x",))
+def writing(x: T, first: T) -> tuple[T, T]:
+    return x.clone(), x.clone()
+
+
+@torch.library.custom_op("streamfx_tests::listing", mutates_args=())
+def listing(x: list[T], first: T) -> tuple[T, T]:
+    return first.clone(), first.clone()
+
+
+SOUND: dict[str, Any] = {
+    "rows": {"x": 1},
+    "results": (1, None, None),
+    "states": {"first": 1},
+    "cotangents": {"dy": 0, "dlast": 1},
+    "gradients": ("x", "weight", "first"),
+    "saved": {"kept": 2},
+    "always": {"asks": True},
+    "counts": ["rows"],
+}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"rows": {"z": 1}}, "z in rows"),
+    ({"rows": {"rows": 1}}, "rows in rows"),
+    ({"rows": {}}, "no argument with rows"),
+    ({"rows": {"x": "t"}}, "dimensions"),
+    ({"rows": {"x": 1, "first": 1}}, "first among rows and among states"),
+    ({"results": (1, None)}, "2 entries in results"),
+    ({"results": (1, 1, None)}, "the last first has rows"),
+    ({"states": {}}, "no state"),
+    ({"states": {"state": 1}}, "state in states"),
+    ({"states": {"first": 3}}, r"results \[3\] in states"),
+    ({"states": {"first": 2}}, "takes no gradient of result 2"),
+    ({"states": {"first": 1, "weight": 1}}, "a result twice"),
+    ({"cotangents": {"dy": 0}}, "dlast of the backward, of which nothing is said"),
+    ({"cotangents": {"dy": 0, "dlast": 0}}, "a result twice"),
+    ({"cotangents": {"dy": 0, "dlast": 1, "x": 2}}, "x in cotangents, a name of the operator's own"),
+    ({"cotangents": {"dy": 0, "dfirst": 1}}, "dfirst in cotangents"),
+    ({"saved": {}}, "kept of the backward, of which nothing is said"),
+    ({"saved": {"kept": 7}}, r"results \[7\] in saved"),
+    ({"gradients": ("x", "first")}, "2 entries in gradients"),
+    ({"gradients": ("x", "x", "first")}, "one of them twice"),
+    ({"gradients": ("x", "weight", None)}, "gives no gradient of first"),
+    ({"gradients": ("x", "y", "first")}, "y in gradients"),
+    ({"always": {"asked": True}}, "asked in always"),
+    ({"always": {"weight": None}}, "weight in always"),
+    ({"counts": ["x"]}, "x in counts"),
+    ({"only": {"z": None}}, "z in only"),
+    ({"block": 0}, "block=0"),
+    ({"block": "size"}, "block='size'"),
+]
+
+
+@pytest.mark.parametrize(("how", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_what_cannot_be_is_refused(how: dict[str, Any], says: str) -> None:
+    refused(undeclared, undeclared_backward, SOUND | how, says)
+
+
+@pytest.mark.parametrize(
+    ("own", "backward", "says"),
+    [
+        (torch.sigmoid, undeclared_backward, "graphs do not hold"),
+        (undeclared, lambda dy: dy, "graphs do not hold"),
+        (selective, undeclared_backward, "has a rule already"),
+        (undeclared, selective_backward, "has a rule already"),
+        (torch.ops.aten.mm.default, undeclared_backward, "has a rule already"),
+        (writing, undeclared_backward, "writes into its arguments"),
+        (listing, undeclared_backward, "lists of tensors"),
+    ],
+)
+def test_operators_that_cannot_be_are_refused(own: Any, backward: Any, says: str) -> None:
+    refused(own, backward, SOUND, says)
+
+
+def refused(own: Any, backward: Any, how: dict[str, Any], says: str) -> None:
+    before = dict(STATEFUL), dict(BACKWARDS)
+    with pytest.raises(streamfx.RuleError, match=says):
+        streamfx.register_recurrence(own, backward, **how)
+    assert before == (STATEFUL, BACKWARDS)
+
+
+def test_what_is_sound_is_taken_once() -> None:
+    with patch.dict(STATEFUL), patch.dict(BACKWARDS):
+        streamfx.register_recurrence(undeclared, undeclared_backward, **SOUND)
+        with pytest.raises(streamfx.RuleError, match="has a rule already"):
+            streamfx.register_recurrence(undeclared, undeclared_backward, **SOUND)
+        with pytest.raises(streamfx.RuleError, match="has a rule already"):
+            streamfx.register_rule(undeclared, "... d, d -> ... d")
+
+
+# -- laws
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def samples() -> Iterator[tuple[Any, dict[str, Any]]]:
+    rows, state = draw(2, 7, 4), draw(2, 4, 3)
+    scan = {"x": rows, "dt": rows.sigmoid(), "a": -draw(4, 3).exp(), "b": draw(2, 7, 3), "c": draw(2, 7, 3)}
+    yield selective, scan
+    yield selective, {**scan, "d": draw(4), "first": state}
+    heads = draw(2, 11, 2, 3)
+    attention = {"q": heads, "k": heads.sin(), "v": heads.cos(), "g": -heads[..., 0].exp(), "scale": 0.5}
+    yield blocks, {**attention, "first": None, "output_final_state": False}
+    yield blocks, {**attention, "first": draw(2, 2, 3, 3), "output_final_state": True}
+    channels = rows.transpose(1, 2)
+    yield windows, {"x": channels, "weight": draw(4, 4), "bias": draw(4), "first": draw(2, 4, 3)}
+    yield windows, {"x": channels, "weight": draw(4, 4), "bias": None, "first": None}
+    average = {"count": 7, "k": rows, "v": rows.sin(), "decay": draw(4).sigmoid()}
+    yield averages, average
+    yield averages, {**average, "top": draw(2, 4), "bottom": draw(2, 4).exp()}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, None])
+@pytest.mark.parametrize(("operator", "arguments"), samples())
+def test_laws_hold(operator: Any, arguments: dict[str, Any], chunk_size: int | None) -> None:
+    streamfx.check_recurrence(operator, arguments, chunk_size)
+
+
+@contextmanager
+def declared(operator: Any, **other: Any) -> Iterator[None]:
+    """Another declaration of an operator: one that is wrong."""
+    own = replace(STATEFUL[operator._opoverload.name()], **other)
+    with patch.dict(STATEFUL, {own.operators[0]: own}), patch.dict(BACKWARDS, {own.operators[1]: own}):
+        yield
+
+
+def sample(operator: Any) -> dict[str, Any]:
+    return [arguments for own, arguments in samples() if own is operator][-1]
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong", "says"),
+    [
+        (selective, {"rows": {"x": 1, "dt": 1, "b": 1}}, "in chunks of 1 rows it raises|is off by"),
+        (selective, {"rows": {"x": 0, "dt": 0, "b": 0, "c": 0}, "results": (0, None)}, "is off by"),
+        (blocks, {"block": 1}, "result 0 is off by"),
+        (averages, {"states": {"top": 2, "bottom": 1}}, "is off by"),
+        (averages, {"cotangents": {"dy": 0, "dunder": 1, "dover": 2}}, "gradient"),
+        (windows, {"rows": {"x": 1}, "results": (1, None)}, "in chunks of 1 rows it raises"),
+    ],
+)
+def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says: str) -> None:
+    with declared(operator, **wrong), pytest.raises(streamfx.RuleError, match=says):
+        streamfx.check_recurrence(operator, sample(operator), 1)
+
+
+# -- calls that a declaration does not hold for
+
+
+def reasons(mixer: Mixer, **options: Any) -> str:
+    (facts,) = compared(mixer, chunk_size=4, also=(1,), streams=False, **options).facts
+    return "; ".join(facts.reasons())
+
+
+def test_other_numbers_of_rows() -> None:
+    """One row for all others."""
+
+    def one_row(m: Mixed, x: Tensor) -> Tensor:
+        left, right = m.up(x)[..., :8].chunk(2, -1)
+        return m.out(selective(x, m.gate(x).sigmoid(), -m.cell.weight_hh[:8, :4].exp(), left, right)[0])
+
+    with declared(selective, rows={"x": 1, "dt": 1, "a": 1, "b": 1, "c": 1}):
+        assert "other numbers of rows" in reasons(one_row)
+
+
+def test_a_saved_result_that_others_read() -> None:
+    def read(m: Mixed, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)) for part in m.up(x).chunk(3, -1))
+        y, _, saved = blocks(q, k, v, -m.gate(x)[..., :2].exp(), 0.5, None, False)
+        return m.out(y.flatten(2)) + saved.detach().sum((1, 2, 3, 4))[:, None, None]
+
+    assert "result 2 in use by more than its own backward" in reasons(read)
+
+
+def test_a_result_that_is_another_without_the_flag() -> None:
+    """Nothing is left in place of the last state, and the layer asks how much that is."""
+
+    def empty(m: Mixed, x: Tensor) -> Tensor:
+        y, last = attended(m, x)
+        return m.out(y.flatten(2)) * (1 + last.detach().sum())
+
+    assert "result 1 in use, which is another" in reasons(empty)
+
+
+def test_a_state_of_a_type_that_the_carry_does_not_hold() -> None:
+    def wide(m: Mixed, x: Tensor) -> Tensor:
+        first = m.first.expand(x.shape[0], 8).clone()
+        y = averages(x.shape[1], m.gate(x).float(), x.float(), m.mu.float().sigmoid(), first, first.exp())[0]
+        return m.out(y.to(x.dtype))
+
+    assert "of which torch.float32 does not hold all numbers" in reasons(wide, tolerance=1e-4)
+
+
+def test_a_backward_with_other_operands() -> None:
+    """It is no backward of any call that is there: it runs whole, on what it is given."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Tensor) -> Tensor:
+            ctx.save_for_backward(*operands)
+            return selective(*operands)[0]
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, dt, *others = ctx.saved_tensors
+            return selective_backward(dy, torch.zeros_like(dy[:, 0, :, None] * others[0]), 2 * x, dt, *others)[:5]
+
+    def other(m: Mixed, x: Tensor) -> Tensor:
+        left, right = m.up(x)[..., :8].chunk(2, -1)
+        return m.out(Doubled.apply(x, m.gate(x).sigmoid(), -m.cell.weight_hh[:8, :4].exp(), left, right))
+
+    assert "gets other operands than any call" in reasons(other)
+
+
+def test_calls_that_differ_in_what_the_backward_is_not_given() -> None:
+    """Which of them it is the backward of, nobody tells."""
+
+    def both(m: Mixed, x: Tensor) -> Tensor:
+        rows, weight = x.transpose(1, 2), m.cell.weight_ih[:8, :3]
+        return m.out((windows(rows, weight, None, None)[0] + windows(rows, weight, m.first, None)[0].sin()).transpose(1, 2))
+
+    assert "a backward that may be that of another call" in reasons(both)
+
+
+def test_calls_that_differ_in_what_they_saved() -> None:
+    """An initial state that the backward is not given is told by the states that it is given."""
+
+    def both(m: Mixed, x: Tensor) -> Tensor:
+        first = (m.first.view(2, 4, 1) * m.mu[:4]).expand(x.shape[0], 2, 4, 4).clone()
+        return m.out((attended(m, x)[0] + attended(m, x, first)[0].sin()).flatten(2))
+
+    (facts,) = compared(both, chunk_size=4, also=(1,)).facts
+    assert not facts.reasons()
+
+
+# -- kernels that are no operators
+
+
+class Kernel(torch.autograd.Function):
+    """As packages have them: a kernel of a C++ extension, which Dynamo does not trace."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        zlib.crc32(b"a kernel")
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.flip(1).cumsum(1).flip(1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def disabled(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+@pytest.mark.parametrize("kernel", [Kernel.apply, disabled], ids=["an extension", "disabled"])
+def test_a_kernel_that_is_no_operator_is_told(kernel: Any) -> None:
+    """It breaks the graph: the result is exact, and the report says what helps."""
+
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(kernel(self.up(x))).square().mean()
+
+    torch._dynamo.reset()
+    model, x = Around().double(), torch.randn(2, 11, 8, dtype=torch.float64, requires_grad=True)
+    compare(model, {"x": x}, chunk_size=4, streams=None, graphs=None)
+    torch._dynamo.reset()
+    found = str(streamfx.explain(model, x, chunk_size=4))
+    assert "streamfx.register_recurrence where it has a state" in found, found
+    assert ("autograd.Function" in found) == (kernel is not disabled), found
+
+
+def test_a_kernel_of_triton_is_told() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(triton_kernel_wrapper_functional, (), {"kernel_idx": 0})
+    assert why_opaque(node) == "triton_kernel_wrapper_functional runs a kernel of which nobody tells what it does with rows"
+
+
+def test_an_operator_that_writes_is_told() -> None:
+    def written(m: Mixed, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        write_to(x.detach(), y)
+        return m.out(x * y)
+
+    assert "writes into its arguments" in reasons(written)
+
+
+@torch.library.custom_op("streamfx_tests::write_to", mutates_args=("y",))
+def write_to(x: Tensor, y: Tensor) -> None:
+    y.copy_(x.cumsum(1))
