@@ -35,8 +35,8 @@ ROWS = (
     fault(
         "each chunk leaves its last state",
         RUN,
-        "(state if has_last else torch.zeros_like(state))",
-        "state",
+        "state.to(part.dtype) if has_last else nothing_to_add(state.shape, part.dtype, state.device)",
+        "state.to(part.dtype)",
         f"{STREAMS}[last_state_for_all_rows]",
     ),
     fault(
