@@ -42,6 +42,29 @@ def alone():
     return Mean()
 
 
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.short, self.head = torch.nn.Embedding(50, 8), torch.nn.Embedding(4, 8), torch.nn.Linear(8, 50)
+
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.embed(tokens) + self.short(tokens))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Masked(Decoder):
+    def forward(self, tokens, mask):
+        return super().forward(tokens, tokens)
+
+
+def decoder():
+    return Decoder()
+
+
+def masked():
+    return Masked()
+
+
 def nothing():
     return None
 
@@ -102,6 +125,14 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the same as eager" in capsys.readouterr().out
 
 
+def test_a_decoder_of_ones_own_is_given_ids_and_labels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of no table more than it has."""
+    assert main(["verify", "factories_of_a_user:decoder", "--seq", "40"]) == 0
+    assert "the same as eager" in capsys.readouterr().out
+    assert main(["explain", "factories_of_a_user:decoder", "--seq", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequence"] == [40]
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -130,7 +161,9 @@ def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, ca
         (["explain", "no/such/folder"], "there is no configuration"),
         (["explain", "factories_of_a_user:missing"], "there is no 'factories_of_a_user:missing'"),
         (["verify", "no_such_module:made"], "No module named"),
-        (["verify", "factories_of_a_user:alone"], "without arguments"),
+        (["verify", "factories_of_a_user:alone"], "there is no table of ids in it to draw some from"),
+        (["verify", "factories_of_a_user:masked"], "without arguments"),
+        (["verify", "factories_of_a_user:masked"], "nobody tells what 'mask' is"),
         (["verify", "factories_of_a_user:nothing"], "a function that returns a model"),
         (["verify", "factories_of_a_user:pair"], "a tuple of NoneType, tuple"),
         (["verify", "factories_of_a_user:CONSTANT"], "found a int"),
