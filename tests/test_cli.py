@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,12 @@ def test_a_decoder_of_ones_own_is_given_ids_and_labels(folder: Path, capsys: pyt
     assert "the same as eager" in capsys.readouterr().out
     assert main(["explain", "factories_of_a_user:decoder", "--seq", "40", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sequence"] == [40]
+
+
+def test_a_reader_that_has_seen_enough_sees_no_traceback() -> None:
+    command = f"{sys.executable} -m streamfx doctor --json | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{", "")
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamfx.cost.memory import Cost
 from streamfx.cost.repeated import Repeat
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
-from streamfx.inspection.layers import repeat_of
+from streamfx.inspection.layers import layers_of, repeat_of
 
 
 class Layer(nn.Module):
@@ -86,6 +86,13 @@ def test_few_layers_that_stand_for_all_cost_what_all_cost(model: Stack, around: 
 def test_layers_that_few_do_not_stand_for_are_all_run(model: Stack) -> None:
     stand, found, whole = costs_of(model, None)
     assert not stand and found is not None and found == whole
+
+
+def test_layers_one_after_the_other_are_layers_too() -> None:
+    """What is put together of plain operators is none."""
+    layers = [Layer(32, number) for number in range(12)]
+    assert layers_of(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers), nn.LayerNorm(16))) == layers
+    assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
 
 
 def test_a_layer_that_shares_a_weight_or_has_a_hook_is_like_no_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,5 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     text, code = answer if isinstance(answer, Answer) else (answer, 0)
-    print(text)
+    _show(text)
     return code
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # who reads has seen enough: `streamfx explain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written when Python ends

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 from streamfx.cost.repeated import Repeat
 from streamfx.inspection.untouched import held_tensors, modules_of
 
+List = nn.ModuleList | nn.Sequential
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first."""
+    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first. A `Sequential` of
+    modules that are alike is such a list.
+    """
     return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
 
 
@@ -34,17 +37,24 @@ def first_layers(model: Callable[..., Any], count: int) -> Iterator[None]:
             module._modules = layers
 
 
-def _lists_of(model: Callable[..., Any]) -> list[nn.ModuleList]:
-    found: list[nn.ModuleList] = []
+def _lists_of(model: Callable[..., Any]) -> list[List]:
+    found: list[List] = []
     inside: set[nn.Module] = set()
     for module in modules_of(model):
-        if isinstance(module, nn.ModuleList) and module not in inside:
+        if _is_list(module) and module not in inside:
             found.append(module)
             inside.update(part for layer in _in(module) for part in layer.modules())
     return found
 
 
-def _in(modules: nn.ModuleList) -> list[nn.Module]:
+def _is_list(module: nn.Module) -> TypeGuard[List]:
+    """Whether a module holds layers: as a list does, or one after the other, each like the others and with parts of its own."""
+    if isinstance(module, nn.Sequential):
+        return len(module) > 1 and len({type(layer) for layer in module}) == 1 and all(any(layer.children()) for layer in module)
+    return isinstance(module, nn.ModuleList)
+
+
+def _in(modules: List) -> list[nn.Module]:
     return [layer for layer in modules if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
 
 
