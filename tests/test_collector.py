@@ -2,7 +2,7 @@
 
 import gc
 
-from streamfx.planner.collector import uncollected
+from streamfx.collector import collected, uncollected
 
 
 def test_the_collector_goes_on_as_before() -> None:
@@ -10,5 +10,16 @@ def test_the_collector_goes_on_as_before() -> None:
     with uncollected():
         with uncollected():
             assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_a_search_leaves_is_collected_while_it_rests_around() -> None:
+    with uncollected():
+        with collected():
+            assert gc.isenabled()
+            with uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -11,7 +11,7 @@ Or it belongs to the last loop in which it is still in time for those that use i
 
 What a later loop needs of an earlier one is stored, or computed again: `rematerialization.py`.
 
-All of it follows from a table of numbers (`values.py`), and is found once for regions whose tables are equal: those of equal layers.
+All of it follows from a table of numbers (`values.py`), and is found once where tables are equal: for all layers that are alike.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ FOR_PAIRS = 1 << 20  # how much dearer bytes of rows times keys are: they are st
 class Rematerialization:
     """The values that loop `number` of a region takes from earlier ones.
 
-    `levels` say in which loop a value can first be made, `made` has the products that an earlier loop makes for itself; `sizes` are
-    asked for where there is an earlier loop.
+    `levels` say in which loop a value can first be made, `made` has the products that an earlier loop makes for itself; `sizes`
+    are asked for where there is an earlier loop.
     """
 
     def __init__(self, number: int, table: Table, levels: tuple[int, ...], sizes: Bytes | None, made: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """What distributing values over loops depends on, in numbers in place of nodes.
 
-Equal layers give equal tables, so that what follows from a table is found once for all of them (`regions.py`). Nothing else may be
-looked at there: whatever a placement depends on stands in here.
+Equal layers give equal tables, so that what follows from a table is found once for all of them (`regions.py`). Nothing else may
+be looked at there: whatever a placement depends on stands in here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NOT_IN_LOOPS = (Form.SCALAR, Form.WHOLE)
 class Wanted(NamedTuple):
     """What an operator in a loop needs of a value of the region.
 
-    `in_same_loop`: the rows are there when the chunk that makes the operand's rows is being computed. `is_stored`: no loop can make
-    them for its own chunk. `is_stored_before`: no loop can but the operand's own.
+    `in_same_loop`: the rows are there when the chunk that makes the operand's rows is being computed. `is_stored`: no loop can
+    make them for its own chunk. `is_stored_before`: no loop can but the operand's own.
     """
 
     operand: int
