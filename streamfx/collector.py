@@ -8,31 +8,46 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from threading import Lock
 
 
-def uncollected() -> AbstractContextManager[None]:
-    """Inside of it nothing is collected, unless somebody asks for it; afterwards as before."""
-    return _switched(False)
+class _Rests:
+    """How many ask that it rests: threads come and go in any order, and the last one to go lets it work again."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.worked = Lock(), 0, True
+
+    def change(self, by: int) -> None:
+        with self.lock:
+            if self.count == 0:
+                self.worked = gc.isenabled()
+            self.count += by
+            if self.count > 0:
+                gc.disable()
+            elif self.worked:
+                gc.enable()
 
 
-def collected() -> AbstractContextManager[None]:
-    """Inside of it the collector works, even if it rests around it."""
-    return _switched(True)
+_rests = _Rests()
 
 
 @contextmanager
-def _switched(on: bool) -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    _switch(on)
+def uncollected() -> Iterator[None]:
+    """Inside of it nothing is collected, unless somebody asks for it; afterwards as before."""
+    _rests.change(1)
     try:
         yield
     finally:
-        _switch(was_enabled)
+        _rests.change(-1)
 
 
-def _switch(on: bool) -> None:
-    if on:
-        gc.enable()
-    else:
-        gc.disable()
+@contextmanager
+def collected() -> Iterator[None]:
+    """Inside of it the collector works, though it rests around it: for a process that nobody else has threads in."""
+    around = _rests.count
+    _rests.change(-around)
+    try:
+        yield
+    finally:
+        _rests.change(around)
