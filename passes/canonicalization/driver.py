@@ -117,8 +117,10 @@ def key_of(node: fx.Node) -> Any:
     """Equal for operators that compute the same; unique where that cannot be told."""
 
     def frozen(item: Any) -> Any:
+        if isinstance(item, fx.Node):  # most are: equal to itself alone
+            return item
         if isinstance(item, (list, tuple)):
-            return tuple(frozen(part) for part in item)
+            return tuple([frozen(part) for part in item])
         if isinstance(item, dict):
             return tuple(sorted((key, frozen(value)) for key, value in item.items()))
         sign = math.copysign(1.0, item) if isinstance(item, float) else None

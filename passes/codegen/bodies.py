@@ -39,7 +39,8 @@ from streamfx.passes.codegen.adders import ADDERS, is_of_one_chunk, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
-from streamfx.passes.partition.regions import LoopContent, is_loop_value
+from streamfx.passes.partition.regions import LoopContent
+from streamfx.passes.partition.values import is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime import sums
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED

@@ -19,7 +19,8 @@ from streamfx.passes.codegen.bodies import BodyBuilder
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_part
 from streamfx.passes.operators.whole import RunsWhole
-from streamfx.passes.partition.regions import Region, is_loop_value
+from streamfx.passes.partition.regions import Region
+from streamfx.passes.partition.values import is_loop_value
 from streamfx.runtime.as_traced import laid_out, part_of_memory, placed, placed_together
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import fx
@@ -22,13 +23,13 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
 from streamfx.ir.joint import JointGraph, device_of, outputs_of
 from streamfx.ir.lengths import Lengths
-from streamfx.ir.plan import LEAST_ROWS, AutoChunk
+from streamfx.ir.plan import LEAST_ROWS, AutoChunk, ChunkSize
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.partition.between import Between
-from streamfx.passes.partition.chunk_sizes import gradient_bytes, tokens
+from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
 from streamfx.passes.partition.plan import Plan
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
@@ -115,6 +116,7 @@ class _Search:
     lengths: Lengths
     tried: list[Tried] = field(default_factory=list)
     costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
+    plans: dict[Candidate, Facts] = field(default_factory=dict)
 
     def best(self) -> Facts:
         """The facts of the first candidate that fits with chunks of a good size; else of the first that fits with small ones."""
@@ -161,7 +163,7 @@ class _Search:
         found: dict[Any, Candidate] = {}
         for level in SAVE_LEVELS[1:]:
             candidate = Candidate(level, every)
-            planned = Plan(self.with_choices(candidate)).apply(self.facts)
+            planned = self.planned(candidate)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
                 found.setdefault(planned.plan.kept, candidate)
         yield from [candidate for kept, candidate in found.items() if any(kept)][::-1]
@@ -180,8 +182,18 @@ class _Search:
     def with_choices(self, candidate: Candidate) -> Options:
         return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
 
+    def planned(self, candidate: Candidate) -> Facts:
+        if candidate not in self.plans:
+            self.plans[candidate] = Plan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
+        return self.plans[candidate]
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[ChunkSize, ...]:
+        """What chunks are made of; no candidate changes it."""
+        return chunk_sizes(self.facts, self.options)
+
     def rewritten(self, candidate: Candidate) -> Facts:
-        planned = Plan(self.with_choices(candidate)).apply(self.facts)
+        planned = self.planned(candidate)
         own, other = self.facts.plan, planned.plan
         return self.facts if (own.kept, own.dropped) == (other.kept, other.dropped) else self.rewrite(planned)
 

@@ -12,7 +12,7 @@ from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
-from streamfx.ir.plan import ChunkPlan
+from streamfx.ir.plan import ChunkPlan, ChunkSize
 from streamfx.options import Options
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
@@ -23,14 +23,17 @@ SMALL = 0.5  # of the bytes of a model and its gradients: so much may be kept fo
 
 @dataclass(frozen=True)
 class Plan:
+    """Rows of chunks are found anew, unless they are given: those that others have found from the same facts and options."""
+
     name: ClassVar[str] = "plan"
     options: Options
+    chunk_sizes: tuple[ChunkSize, ...] | None = None
 
     def apply(self, facts: Facts) -> Facts:
         between = Between(facts)
         kept = self.kept(facts, between)
         plan = ChunkPlan(
-            chunk_sizes=chunk_sizes(facts, self.options),
+            chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
             kept=kept,
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),

@@ -10,24 +10,29 @@ A stage may need several loops, one after the other. A value belongs to the firs
 Or it belongs to the last loop in which it is still in time for those that use it, where that leaves less to be stored in between.
 
 What a later loop needs of an earlier one is stored, or computed again: `rematerialization.py`.
+
+All of it follows from a table of numbers (`values.py`), and is found once where tables are equal: for all layers that are alike.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
-from streamfx.ir.facts import Form, Role
+from streamfx.ir.facts import Form
 from streamfx.ir.joint import is_size, is_tensor
-from streamfx.ir.needs import Layout, Need
-from streamfx.ir.sizes import numeric, product
-from streamfx.ir.span import Span
-from streamfx.passes.operators.traits import is_expensive, producer_of
-from streamfx.passes.partition.rematerialization import Rematerialization, operand_needs
+from streamfx.ir.needs import Layout
+from streamfx.passes.partition.rematerialization import Rematerialization
+from streamfx.passes.partition.values import Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
+
+KNOWN = 256  # so many regions that have nothing in common are remembered
+
+Levels: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass
@@ -49,8 +54,19 @@ class Region:
     reverse: bool
 
 
-def is_loop_value(node: fx.Node, layout: Layout) -> bool:
-    return layout.demand.form(node) not in (Form.SCALAR, Form.WHOLE)
+class Content(NamedTuple):
+    """A `LoopContent` in numbers."""
+
+    stacked: frozenset[int]
+    summed: frozenset[int]
+    key_sums: frozenset[int]
+
+
+class Placed(NamedTuple):
+    """A `Region` in numbers."""
+
+    levels: Levels
+    loops: tuple[Content, ...]
 
 
 def place(
@@ -62,44 +78,56 @@ def place(
 ) -> Region:
     """Distribute all that `outputs` need, down to `available` values, over loops."""
     available = functools.cache(available)  # nothing is made in between
-    outputs, nodes = list(outputs), _closure(outputs, available, order)
-    early = _levels(nodes, available, layout, reverse)
-    first = _filled(outputs, available, layout, nodes, early, reverse)
-    if len(first.loops) < 2:
-        return first
-    late = _latest(nodes, early, available, layout, reverse)
+    outputs = list(outputs)
+    nodes = _closure(outputs, available, order)
+    values = [node for node in nodes if is_tensor(node)]
+    placed = placed_values(
+        values, table_of(values, available, layout, reverse), _asked_for(outputs, nodes, values, layout), layout
+    )
+    loops = tuple(LoopContent(*({values[i] for i in numbers} for numbers in content)) for content in placed.loops)
+    return Region(tuple(nodes), dict(zip(values, placed.levels, strict=True)), loops, reverse)
+
+
+def placed_values(
+    values: Sequence[fx.Node], table: Table, asked: tuple[frozenset[int], frozenset[int]], layout: Layout
+) -> Placed:
+    """What each loop makes; where there is a choice, of values in few bytes."""
+    outputs, wanted = asked
+    early = levels_of(table)
+    if loops_of(table, early) < 2:
+        return filled(table, wanted, early, None)
+    return best_placed(table, outputs, wanted, bytes_of(values, table, layout))
+
+
+@functools.lru_cache(KNOWN)
+def best_placed(table: Table, outputs: frozenset[int], wanted: frozenset[int], sizes: Bytes) -> Placed:
+    """The region that stores less, of those that make each value as early and as late as possible."""
+    early, late = levels_of(table), latest_levels(table)
+    first = filled(table, wanted, early, sizes)
     if late == early:
         return first
-    last = _filled(outputs, available, layout, nodes, late, reverse)
-    return min((first, last), key=lambda region: _stored(region, set(outputs), layout))
+    return min((first, filled(table, wanted, late, sizes)), key=lambda placed: _stored(placed, outputs, sizes))
 
 
-def _stored(region: Region, wanted: set[fx.Node], layout: Layout) -> int:
+def _stored(placed: Placed, outputs: frozenset[int], sizes: Bytes) -> int:
     """Bytes that loops leave for later loops."""
-    left = {node for content in region.loops for node in content.stacked} - wanted
-    return sum(numeric(product(layout.full_shape(node))) * node.meta["val"].element_size() for node in left)
+    return sum(sizes.stored[i] for i in frozenset[int]().union(*(content.stacked for content in placed.loops)) - outputs)
 
 
-def _filled(
-    outputs: list[fx.Node],
-    available: Callable[[fx.Node], bool],
-    layout: Layout,
-    nodes: list[fx.Node],
-    level: dict[fx.Node, int],
-    reverse: bool,
-) -> Region:
-    """The region in which each value is made at its level."""
-    wanted = list(outputs)
-    for node in nodes:
-        if is_tensor(node) and not is_loop_value(node, layout):
-            wanted += _tensor_inputs(node)
-    count = 1 + max((level[node] for node in nodes if is_tensor(node) and is_loop_value(node, layout)), default=-1)
-    placer = _Placer(layout, available, level, wanted)
+@functools.lru_cache(KNOWN)
+def filled(table: Table, wanted: frozenset[int], levels: Levels, sizes: Bytes | None) -> Placed:
+    """The region in which each value is made at its level. Bytes are asked for where there are several loops."""
+    count = loops_of(table, levels)
+    placer = _Placer(table, levels, wanted, sizes)
     placer.fill_all(count)
     if count > 1:
-        placer = _Placer(layout, available, level, wanted, placer.computed)
+        placer = _Placer(table, levels, wanted, sizes, placer.computed)
         placer.fill_all(count)
-    return Region(tuple(nodes), level, tuple(placer.loops[i] for i in range(count)), reverse)
+    return Placed(levels, tuple(placer.content(number) for number in range(count)))
+
+
+def loops_of(table: Table, levels: Levels) -> int:
+    return 1 + max((level for level, value in zip(levels, table, strict=True) if value.is_in_loop), default=-1)
 
 
 def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]) -> list[fx.Node]:
@@ -117,80 +145,44 @@ def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], o
     return sorted(found, key=order.__getitem__)
 
 
-def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
+def _asked_for(
+    outputs: Iterable[fx.Node], nodes: Iterable[fx.Node], values: Sequence[fx.Node], layout: Layout
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The outputs, and with them what is needed whole between loops; not what is there anyway."""
+    numbers = {node: i for i, node in enumerate(values)}
+    between = [source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)]
+    own = frozenset(numbers[node] for node in outputs if node in numbers)
+    return own, own.union(numbers[node] for node in between if node in numbers)
 
 
-def _levels(nodes: list[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> dict[fx.Node, int]:
-    level: dict[fx.Node, int] = {}
-    for node in nodes:
-        if not is_tensor(node):
-            continue
-        if is_loop_value(node, layout):
-            waits = (_wait(need, level, available, layout, reverse) for need in operand_needs(node, layout))
+@functools.lru_cache(KNOWN)
+def levels_of(table: Table) -> Levels:
+    """The first loop in which (or before which) all that a value needs is there."""
+    levels: list[int] = []
+    for value in table:
+        if value.is_in_loop:  # what is made between loops waits for no loop, once it is made
+            waits = [levels[need.operand] + (not need.in_same_loop) for need in value.needs]
         else:
-            waits = (_wait_outside(operand, level, available, layout) for operand in _tensor_inputs(node))
-        level[node] = max(waits, default=0)
-    return level
+            waits = [levels[source] + table[source].is_in_loop for source in value.sources]
+        levels.append(max(waits, default=0))
+    return tuple(levels)
 
 
-def _latest(
-    nodes: list[fx.Node], early: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
-) -> dict[fx.Node, int]:
+@functools.lru_cache(KNOWN)
+def latest_levels(table: Table) -> Levels:
     """The last loop in which (or before which) each value is in time for all that use it."""
-    last = max((early[node] for node in early if is_loop_value(node, layout)), default=0)
-    late = {node: last if is_loop_value(node, layout) else last + 1 for node in early}
-    for node in reversed(nodes):
-        if node not in early:
-            continue
-        if is_loop_value(node, layout):
-            for need in operand_needs(node, layout):
-                if need.operand in late and not available(need.operand):
-                    wait = is_loop_value(need.operand, layout) and not is_met_in_same_loop(need, layout, reverse)
-                    late[need.operand] = min(late[need.operand], late[node] - wait)
-        else:
-            for operand in _tensor_inputs(node):
-                if operand in late:
-                    late[operand] = min(late[operand], late[node] - is_loop_value(operand, layout))
-    for node in nodes:  # the parts of a tuple are made where their operator is
-        if node in late and producer_of(node) is not node and is_loop_value(node, layout):
-            siblings = [user for user in producer_of(node).users if user in late]
-            late[node] = min(late[sibling] for sibling in siblings)
-    return late
-
-
-def _wait_outside(operand: fx.Node, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout) -> int:
-    if available(operand):
-        return 0
-    return level[operand] + is_loop_value(operand, layout)
-
-
-def _wait(need: Need, level: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> int:
-    """The first loop in which a need is met."""
-    operand = need.operand
-    if available(operand):
-        return 0
-    if not is_loop_value(operand, layout):
-        return level[operand]
-    return level[operand] + (not is_met_in_same_loop(need, layout, reverse))
-
-
-def is_met_in_same_loop(need: Need, layout: Layout, reverse: bool) -> bool:
-    """Whether the rows needed are already there when the chunk that makes the operand's rows is being computed."""
-    form = layout.demand.form(need.operand)
-    if form is Form.PAIR:
-        return Role.WHOLE not in need.roles
-    if form is Form.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
-        return False
-    if form is Form.KEYSUM:
-        span = layout.span(producer_of(need.operand))
-        return need.roles == {Role.ROWS} and need.selector is None and _is_seen(span, not reverse)
-    return _is_seen(layout.distance(need.where[0][0], need.selector), reverse)
-
-
-def _is_seen(span: Span, reverse: bool) -> bool:
-    """Whether rows of the span belong to this chunk or to chunks that ran before it."""
-    return (span.low is not None and span.low >= 0) if reverse else (span.high is not None and span.high <= 0)
+    last = max((level for level, value in zip(levels_of(table), table, strict=True) if value.is_in_loop), default=0)
+    late = [last if value.is_in_loop else last + 1 for value in table]
+    for number in range(len(table) - 1, -1, -1):
+        value = table[number]
+        for need in value.needs:
+            late[need.operand] = min(late[need.operand], late[number] - (not need.in_same_loop))
+        for source in value.sources:
+            late[source] = min(late[source], late[number] - table[source].is_in_loop)
+    for number, value in enumerate(table):  # the parts of a tuple are made where their operator is
+        if value.siblings:
+            late[number] = min(late[sibling] for sibling in value.siblings)
+    return tuple(late)
 
 
 class _Placer:
@@ -201,57 +193,52 @@ class _Placer:
 
     def __init__(
         self,
-        layout: Layout,
-        available: Callable[[fx.Node], bool],
-        level: dict[fx.Node, int],
-        wanted: Iterable[fx.Node],
-        before: Mapping[int, set[fx.Node]] | None = None,
+        table: Table,
+        levels: Levels,
+        wanted: Iterable[int],
+        sizes: Bytes | None,
+        before: Mapping[int, set[int]] | None = None,
     ) -> None:
-        self.layout, self.available, self.level, self.before = layout, available, level, before or {}
-        self.loops: dict[int, LoopContent] = defaultdict(LoopContent)
-        self.computed: dict[int, set[fx.Node]] = {}
-        for node in wanted:
-            self.want_outside(node)
+        self.table, self.levels, self.sizes, self.before = table, levels, sizes, before or {}
+        self.stacked: dict[int, set[int]] = defaultdict(set)
+        self.summed: dict[int, set[int]] = defaultdict(set)
+        self.key_sums: dict[int, set[int]] = defaultdict(set)
+        self.computed: dict[int, set[int]] = {}
+        for value in wanted:
+            self.want_outside(value)
+
+    def content(self, number: int) -> Content:
+        """What a loop leaves, and what it keeps in buffers."""
+        return Content(*(frozenset(kept[number]) for kept in (self.stacked, self.summed, self.key_sums)))
 
     def fill_all(self, count: int) -> None:
         for number in range(count - 1, -1, -1):
             self.fill(number)
 
-    def is_there(self, node: fx.Node) -> bool:
-        """Whether no loop of the region makes a value."""
-        return self.available(node) or not is_tensor(node) or not is_loop_value(node, self.layout)
+    def _is_stored_product(self, value: int) -> bool:
+        return self.table[value].is_expensive and self.table[value].form is Form.ROWS
 
-    def _is_stored_product(self, node: fx.Node) -> bool:
-        return is_expensive(node) and self.layout.demand.form(node) is Form.ROWS
-
-    def want_outside(self, node: fx.Node) -> None:
-        """The whole value is needed between loops, or after them."""
-        if self.is_there(node):
+    def want_outside(self, value: int) -> None:
+        """The whole value is needed between loops, or after them; it is there where no loop makes it."""
+        if not self.table[value].is_in_loop:
             return
-        content = self.loops[self.level[node]]
-        match self.layout.demand.form(node):
+        match self.table[value].form:
             case Form.SUM:
-                content.summed.add(node)
+                self.summed[self.levels[value]].add(value)
             case Form.KEYSUM:
-                content.key_sums.add(node)
+                self.key_sums[self.levels[value]].add(value)
             case _:
-                content.stacked.add(node)
+                self.stacked[self.levels[value]].add(value)
 
     def fill(self, number: int) -> None:
         """Find what loop `number` computes, and pass what it needs from earlier loops on to them."""
-        content = self.loops[number]
-        outputs = content.stacked | content.summed | content.key_sums
-        made = {node for earlier in range(number) for node in self.before.get(earlier, ()) if self._is_stored_product(node)}
-        split = Rematerialization(number, self.level, self.is_there, self.layout, made)
-        stored = {node for loop in self.loops.values() for node in loop.stacked | loop.key_sums}
-        taken = split.cut(outputs, stored)
-
-        def is_computed(need: Need) -> bool:
-            return need.operand not in taken and not split.must_be_stored(need)
-
+        outputs = self.stacked[number] | self.summed[number] | self.key_sums[number]
+        made = {value for earlier in range(number) for value in self.before.get(earlier, ()) if self._is_stored_product(value)}
+        split = Rematerialization(number, self.table, self.levels, self.sizes, made)
+        taken = split.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
-        for _, need in split.walk(outputs, is_computed):
-            if is_computed(need):
+        for _, need in split.walk(outputs, lambda need: need.operand not in taken and not split.must_be_stored(need)):
+            if need.operand not in taken and not split.must_be_stored(need):
                 computed.add(need.operand)
             else:
                 self.want_outside(need.operand)

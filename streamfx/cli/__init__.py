@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from streamfx.cli import doctor, explain, plan, verify
 from streamfx.cli.codes import INTERRUPTED, REFUSED, Answer
+from streamfx.collector import uncollected
 from streamfx.errors import StreamFXError
 
 CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
@@ -28,8 +29,9 @@ def parser() -> argparse.ArgumentParser:
 
 def command() -> int:
     """`main` as a process of its own."""
-    code = main()
-    gc.freeze()  # the process ends: nobody needs the cycles in what was traced to be looked for
+    with uncollected():
+        code = main()
+        gc.freeze()  # the process ends: nobody needs the cycles in what was traced to be looked for
     return code
 
 

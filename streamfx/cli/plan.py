@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from streamfx.budget import in_bytes
@@ -76,12 +76,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> str:
     """The text to print."""
     config_file(arguments.model)  # a wrong name is refused before torch is imported
-    from streamfx.planner.collector import uncollected
+    from streamfx.collector import collected, uncollected
     from streamfx.planner.search import MOST_TRACES
 
     searched = arguments.max_length or arguments.max_batch
     with written_as_html(arguments) as made, traces(MOST_TRACES if searched else 1) as noted:
-        with nullcontext() if searched else uncollected():
+        with collected() if searched else uncollected():
             report = _plan(arguments, noted)
         made.append(report)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)

@@ -28,10 +28,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     """The text to print, and the exit code."""
     check_model(arguments)
     from streamfx.cli.models import model_and_inputs
+    from streamfx.collector import collected
     from streamfx.inspection.verify import verify
 
     model, args, kwargs = model_and_inputs(arguments, "cpu")
-    report = verify(model, *args, options=options_of(arguments), **kwargs)
+    with collected():  # steps are run
+        report = verify(model, *args, options=options_of(arguments), **kwargs)
     return Answer(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
+from streamfx.collector import uncollected
 from streamfx.errors import OptionError, PlanError
 from streamfx.options import NAMES, Options, merged
-from streamfx.planner.collector import uncollected
 from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing

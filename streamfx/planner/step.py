@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from streamfx.budget import in_bytes
+from streamfx.collector import uncollected
 from streamfx.errors import OverBudget
 from streamfx.inspection.layers import first_layers, layers_of
-from streamfx.planner.collector import uncollected
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
 from streamfx.planner.gain import gains_from
