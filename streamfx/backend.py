@@ -320,10 +320,9 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
+            asked = f"{self.options.ordering()} {self.weights}"
             with doing("planning", self.options.progress):
-                facts = run_agreed(
-                    self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}"
-                )
+                facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=asked)
             check_strict(facts, self.options)
         except (OverBudget, NotStreamed, RanksDiffer):
             raise
