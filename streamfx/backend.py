@@ -14,7 +14,6 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.capture import captured
-from streamfx.collector import uncollected
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
@@ -141,7 +140,7 @@ class Compilation:
             )
             return self._compile_whole(inputs)
         try:
-            with tracing_undone(), uncollected():
+            with tracing_undone():
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)

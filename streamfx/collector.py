@@ -1,4 +1,4 @@
-"""Python's garbage collector rests while a step is traced and compiled.
+"""Python's garbage collector rests while a plan is traced.
 
 A trace makes millions of objects that live until it is read. What the collector would find among them is little, and it would
 look at all of them again and again: a sixth of the time of a plan. Between two traces of a search it takes away what is left.
