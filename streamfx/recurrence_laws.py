@@ -28,7 +28,7 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     Args:
         operator: an operator that `streamfx.register_recurrence` was told of.
         arguments: what to call it with, by name. Small tensors in float64 say most.
-        chunk_size: rows of a chunk; a third of all, if not given.
+        chunk_size: rows of a chunk; if not given, the fewest that are declared to be taken together, and a third of all.
 
     Raises:
         RuleError: the operator is not declared, the declaration does not hold for these arguments, or a result differs.
@@ -46,6 +46,10 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     if declared is None:
         raise RuleError(asked, found="nothing was declared of it", do="streamfx.register_recurrence(...)")
     schema = overload._schema.arguments
+    if unknown := sorted(set(arguments) - {argument.name for argument in schema}):
+        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {overload._schema}")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise RuleError(asked, found=f"chunk_size={chunk_size!r}", do="give a number of rows, 1 or more")
     given = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
     own = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
     try:
@@ -59,18 +63,35 @@ Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
 
 
 class _Law:
+    size: int
+    starts: range
+
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
         self.declared, self.arguments, self.asked = declared, arguments, asked
         wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
         self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
-        self.results = called(self.plan, arguments)
+        try:
+            self.results = called(self.plan, arguments)
+        except Exception as error:
+            raise RuleError(
+                asked, found=f"with these arguments it raises {told(error)}", do="give those of a real call"
+            ) from error
         self.length = rows_of(self.plan, arguments)
         self.device = next(item.device for item in self.results if isinstance(item, Tensor))
-        size, block = chunk_size or -(-self.length // 3), self.plan.block
-        self.size = -(-size // block) * block
-        self.starts = range(0, self.length, self.size)
+        block = self.plan.block
+        sizes = {-(-size // block) * block for size in ([chunk_size] if chunk_size else [1, -(-self.length // 3)])}
+        self.sizes = sorted(size for size in sizes if 0 < size < self.length)
+        if not self.sizes:
+            do = f"give more than {max(block, chunk_size or 1)} rows: in one chunk nothing is handed on"
+            raise RuleError(asked, found=f"{self.length} rows", do=do)
 
     def check(self) -> None:
+        for size in self.sizes:
+            self.size, self.starts = size, range(0, self.length, size)
+            self.check_chunks()
+
+    def check_chunks(self) -> None:
+        """Of the size and from the starts that are set."""
         states = torch.empty(len(self.starts), int(self.plan.carried), dtype=torch.uint8, device=self.device)
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
@@ -98,6 +119,7 @@ class _Law:
         """Its own arguments of the call, some gradient of each result, and what the call saved."""
         declared, draw = self.declared, torch.Generator().manual_seed(0)
         own = {name: self.arguments[name] for name in declared.takes if declared.remade or name in declared.backward_takes}
+        own |= dict.fromkeys(declared.counts & set(declared.backward_takes), self.length)
         for name, number in declared.cotangents.items():
             like, dense = self.kinds[number], torch.randn(self.kinds[number].shape, generator=draw, dtype=torch.float64)
             own[name] = dense.to(self.device, like.dtype)
@@ -134,7 +156,8 @@ class _Law:
             parts = [chunk[place] for chunk in chunks]
             made = torch.cat(parts, part.rows) if part.rows is not None else torch.stack(parts).sum(0)
             error = _relative(made, truth[part.number])
-            if not error <= torch.finfo(made.dtype).eps ** 0.5 if made.is_floating_point() else error:
+            tolerance = torch.finfo(made.dtype).eps ** 0.5 if made.is_floating_point() or made.is_complex() else 0.0
+            if not error <= tolerance:
                 named = self.declared.gradients[part.number] if what == "gradient" else part.number
                 found = LAW.format(size=self.size, what=f"{what} {named}", error=error)
                 raise RuleError(self.asked, found=found, do=DO)

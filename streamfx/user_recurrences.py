@@ -64,17 +64,17 @@ def register_recurrence(
     Example:
         >>> import torch, streamfx
         >>> from torch import Tensor
-        >>> def sums(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        ...     y = x.cumsum(1) + first[:, None]
+        >>> def sums(x: Tensor, w: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        ...     y = (w * x).cumsum(1) + first[:, None]
         ...     return y, y[:, -1].clone()
-        >>> def back(dy: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor]:
-        ...     dx = dy.flip(1).cumsum(1).flip(1) + dlast[:, None]
-        ...     return dx, dx[:, 0].clone()
+        >>> def back(dy: Tensor, dlast: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ...     dsums = dy.flip(1).cumsum(1).flip(1) + dlast[:, None]
+        ...     return w * dsums, (x * dsums).sum((0, 1)), dsums[:, 0].clone()
         >>> own = [torch.library.custom_op(f"streamfx_docs::{f.__name__}", f, mutates_args=()) for f in (sums, back)]
         >>> _ = [one.register_fake(f) for one, f in zip(own, (sums, back))]
         >>> forward, backward = {"states": {"first": 1}, "results": (1, None)}, {"cotangents": {"dy": 0, "dlast": 1}}
-        >>> streamfx.register_recurrence(*own, rows={"x": 1}, **forward, **backward, gradients=("x", "first"))
-        >>> streamfx.check_recurrence(own[0], {"x": torch.randn(2, 7, 3), "first": torch.randn(2, 3)})
+        >>> streamfx.register_recurrence(*own, rows={"x": 1}, **forward, **backward, gradients=("x", "w", "first"))
+        >>> streamfx.check_recurrence(own[0], {"x": torch.randn(2, 7, 3), "w": torch.randn(3), "first": torch.randn(2, 3)})
     """
     said = _Declaration(operator, backward)
     said.check(rows=rows, results=results, states=states, cotangents=cotangents, gradients=gradients, **more)
@@ -94,6 +94,12 @@ class _Declaration:
         )
 
     def check(self, **how: Any) -> None:
+        for name in ("rows", "states", "cotangents", "saved", "always", "only"):
+            known = how.get(name, {})
+            self._needs(isinstance(known, Mapping), f"{name}={known!r}", "give a dictionary, by the names of arguments")
+        for name in ("results", "gradients"):
+            known = how[name]
+            self._needs(isinstance(known, (list, tuple)), f"{name}={known!r}", "give a list, one entry for each result")
         unknown = sorted(set(how) - {field.name for field in fields(Stateful)})
         self._needs(not unknown, f"{', '.join(unknown)}", f"it may be {', '.join(More.__annotations__)}")
         takes, backward_takes = ([argument.name for argument in one._schema.arguments] for one in (self.own, self.other))
@@ -153,6 +159,8 @@ class _Declaration:
             self._are_numbers(what, names, len(said.results))
             own = sorted(set(names) & set(said.takes))
             self._needs(not own, f"{', '.join(own)} in {what}, a name of the operator's own", "give it a name of its own")
+        both = sorted(set(said.saved) & set(said.cotangents))
+        self._needs(not both, f"{', '.join(both)} among cotangents and among saved", "an argument is one of the two")
         self._needs(
             len(said.gradients) == count,
             f"{len(said.gradients)} entries in gradients",

@@ -12,6 +12,7 @@ import torch
 
 import streamfx
 from streamfx.passes.operators.rules import RULES
+from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime import visible
 from tests.support.goldens import golden
 from tests.support.precision import widen_models
@@ -67,14 +68,16 @@ def our_messages_are_heard() -> None:
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Each test compiles anew, on one thread, from one seed, with the rules that streamfx itself has."""
-    rules = dict(RULES)
+    tables: tuple[dict[Any, Any], ...] = RULES, STATEFUL, BACKWARDS
+    before = [dict(table) for table in tables]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    RULES.clear()
-    RULES.update(rules)
+    for table, own in zip(tables, before, strict=True):
+        table.clear()
+        table.update(own)
 
 
 @pytest.fixture(autouse=True)

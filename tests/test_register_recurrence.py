@@ -61,6 +61,11 @@ SOUND: dict[str, Any] = {
     "counts": ["rows"],
 }
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"rows": ["x"]}, r"rows=\['x'\]"),
+    ({"states": ["first"]}, r"states=\['first'\]"),
+    ({"results": None}, "results=None"),
+    ({"results": {0: 1, 1: None, 2: None}}, "results={0: 1"),
+    ({"saved": {"kept": 2, "dy": 0}}, "dy among cotangents and among saved"),
     ({"rows": {"z": 1}}, "z in rows"),
     ({"rows": {"rows": 1}}, "rows in rows"),
     ({"rows": {}}, "no argument with rows"),
@@ -195,6 +200,38 @@ def reasons(mixer: Mixer, **options: Any) -> str:
     return "; ".join(facts.reasons())
 
 
+@pytest.mark.parametrize("rows", [11, 12, 24])
+def test_a_block_that_is_not_declared_is_found(rows: int) -> None:
+    """Also where a third of the rows is a number of blocks."""
+    name, q, g = "streamfx_tests::blocks", torch.randn(2, rows, 2, 4, dtype=torch.float64), torch.zeros(2, rows, 2)
+    given = {"q": q, "k": q, "v": q, "g": g.double() - 1, "scale": 0.5, "first": None, "output_final_state": False}
+    streamfx.check_recurrence(blocks, given)
+    with patch.dict(STATEFUL, {name: replace(STATEFUL[name], block=1)}), pytest.raises(streamfx.RuleError, match="is off by"):
+        streamfx.check_recurrence(blocks, given)
+
+
+@pytest.mark.parametrize(
+    ("change", "chunk_size", "says"),
+    [
+        ({"rows": 1}, None, "1 rows"),
+        ({}, 11, "11 rows"),
+        ({}, 0, "chunk_size=0"),
+        ({}, -1, "chunk_size=-1"),
+        ({"frist": None}, None, "frist among the arguments"),
+        ({"k": None}, None, "with these arguments it raises"),
+    ],
+)
+def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
+    """In one chunk nothing is handed on, so that any declaration would hold."""
+    rows = change.pop("rows", 11)
+    given = {name: torch.randn(2, rows, 4, dtype=torch.float64) for name in "kv"}
+    decay = torch.rand(4, dtype=torch.float64)
+    with pytest.raises(streamfx.RuleError, match=says):
+        streamfx.check_recurrence(
+            averages, {"count": rows, **given, "decay": decay, "top": None, "bottom": None, **change}, chunk_size
+        )
+
+
 def test_other_numbers_of_rows() -> None:
     """One row for all others."""
 
@@ -252,7 +289,7 @@ def test_a_backward_with_other_operands() -> None:
         left, right = m.up(x)[..., :8].chunk(2, -1)
         return m.out(Doubled.apply(x, m.gate(x).sigmoid(), -m.cell.weight_hh[:8, :4].exp(), left, right))
 
-    assert "gets other operands than any call" in reasons(other)
+    assert "gets no operands that tell which call" in reasons(other)
 
 
 def test_calls_that_differ_in_what_the_backward_is_not_given() -> None:

@@ -86,6 +86,19 @@ def test_signs_of_a_row_that_is_zero(kept: bool) -> None:
     compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, LENGTH), attention={"causal"})
 
 
+def test_complex_rows_keep_both_parts() -> None:
+    """A complex sum with a factor, even of one, mixes them."""
+
+    def phases(model: Single, x: Tensor, labels: Tensor) -> Tensor:
+        phase = torch.complex(1 + x.exp(), x * 0.0)[:, -1].acos().imag  # on the cut of acos: the sign of zero decides
+        return F.cross_entropy(model.head(x * (1 + phase[:, None])).flatten(0, 1), labels.flatten())
+
+    model = made(type("Used", (Single,), {"use": staticmethod(phases)}))
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
+    compare(model, {"ids": ids, "labels": labels}, chunk_size=5, also=(1, LENGTH), attention={"causal"})
+
+
 def test_row_by_row_is_no_single_row() -> None:
     """A recurrence that takes every row of a value by itself, from the last on, would be a loop for each."""
 

@@ -311,3 +311,56 @@ def test_it_is_explained(mixer: Mixer) -> None:
     ids = layouts.tokens(23, 2, LENGTH, 0)
     found = streamfx.explain(decoders.made(lambda: Mixed(mixer)), ids, ids, chunk_size=1, loss_chunk_size=1)
     assert {stage.kind for stage in found.stages} == {"streamed"}, str(found)
+
+
+@torch.library.custom_op("streamfx_tests::by_batch", mutates_args=())
+def by_batch(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """A decayed sum whose kernel is told of the state how far sequences are apart, and reads each without gaps."""
+    assert first.stride(-1) == 1, "last dimension must be contiguous"
+    state, rows = first.as_strided(first.shape, (first.stride(0), 1)), []
+    for t in range(x.shape[1]):
+        state = 0.5 * state + x[:, t]
+        rows.append(state)
+    return torch.stack(rows, 1), state.clone()
+
+
+@torch.library.custom_op("streamfx_tests::by_batch_backward", mutates_args=())
+def by_batch_backward(dy: Tensor, dlast: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    left, rows = dlast, []
+    for t in reversed(range(x.shape[1])):
+        rows.append(left + dy[:, t])
+        left = 0.5 * rows[-1]
+    return torch.stack(rows[::-1], 1), left.clone()
+
+
+by_batch.register_fake(lambda x, first: (x.new_empty(x.shape), x.new_empty(first.shape)))
+by_batch_backward.register_fake(lambda dy, dlast, x: (x.new_empty(x.shape), x.new_empty(dlast.shape)))
+by_batch.register_autograd(
+    lambda ctx, dy, dlast: by_batch_backward(dy, dlast, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+streamfx.register_recurrence(
+    by_batch,
+    by_batch_backward,
+    rows={"x": 1},
+    results=(1, None),
+    states={"first": 1},
+    cotangents={"dy": 0, "dlast": 1},
+    gradients=("x", "first"),
+)
+
+
+def test_what_is_repeated_lies_as_it_did() -> None:
+    """A learned state for all sequences: its numbers lie side by side, as where it is not repeated."""
+    report = compared(lambda m, x: m.out(by_batch(x, m.first.expand(x.shape[0], WIDTH))[0]), chunk_size=4, also=(1,))
+    assert not [reason for facts in report.facts for reason in facts.reasons()]
+
+
+def test_a_state_without_elements() -> None:
+    """A convolution of one tap has none."""
+
+    def one_tap(m: Mixed, x: Tensor) -> Tensor:
+        y, last = windows(x.transpose(1, 2), m.cell.weight_ih[:WIDTH, :1], m.first, None)
+        return m.out(y.transpose(1, 2)) + last.sum()
+
+    compared(one_tap, chunk_size=4, also=(1,), streams=None)

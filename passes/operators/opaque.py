@@ -24,7 +24,7 @@ from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpO
 
 aten = torch.ops.aten
 LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor operands had when it was traced
-ALONE = "{operator} gets other operands than any call of {forward}, with whose states it would run"
+ALONE = "{operator} gets no operands that tell which call of {forward} it belongs to, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
 READS_MEMORY |= {target: target for target in READS_STRIDES}

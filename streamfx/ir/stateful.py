@@ -173,6 +173,8 @@ class _Call:
     def plan(self, declared: Stateful, slots: tuple[Slot, ...], carried: Size, forward: StatefulPlan | None) -> StatefulPlan:
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         rows = {name: dim for name, value in tensors.items() if (dim := _dim(self.dims.get(name), value)) is not None}
+        if not rows:
+            raise NotStateful("no operand that has rows")
         parts = tuple(self._part(number) for number in self.wanted)
         made = {f"result {part.number}": (self.results[part.number], part.rows) for part in parts if part.rows is not None}
         _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **made}, self._counts(declared))
@@ -290,8 +292,12 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[Slot, ...],
 
 
 def _order(value: Tensor) -> tuple[int, ...]:
-    """The dimensions of a value from the outermost to the innermost, as it lies in memory."""
+    """The dimensions of a value from the outermost to the innermost, as it lies in memory; those that it is repeated along
+    outside of the next that it is not.
+    """
     strides = [size_hint(stride) for stride in value.stride()]
+    for dim in reversed(range(value.dim() - 1)):
+        strides[dim] = strides[dim] or strides[dim + 1]
     return tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
 
 

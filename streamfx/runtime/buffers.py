@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from streamfx.runtime import sums
+
 
 def rows_of(tensor: Tensor, dim: int, outer: int, inner: int, length: int, start: int, count: int) -> Tensor:
     """Rows [start, start + count) of a dimension that is (outer, length, inner); a view unless `outer` is split off."""
@@ -31,7 +33,7 @@ def append(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) ->
 
 def add_rows(visible: Tensor, part: Tensor) -> None:
     """Add cotangents to the rows that the chunk's queries saw."""
-    visible.add_(part.reshape(visible.shape))
+    sums.add(visible, part.reshape(visible.shape))
 
 
 def complete(own: Tensor, added: None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

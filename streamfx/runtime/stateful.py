@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.ir.stateful import ALIGNED, Part, StatefulPlan, listed
+from streamfx.ir.stateful import ALIGNED, Part, Slot, StatefulPlan, listed
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.single_rows import nothing_to_add
 
@@ -201,10 +201,16 @@ def started(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> A
 
 def restored(plan: StatefulPlan, carry: Tensor) -> Arguments:
     """What a carry holds: a copy, because the carry moves on."""
-    return {slot.argument: carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone() for slot in plan.slots}
+    return {slot.argument: _read(slot, carry) for slot in plan.slots}
+
+
+def _read(slot: Slot, carry: Tensor) -> Tensor:
+    if 0 in slot.shape:  # a place of no bytes need not be one for numbers of its type
+        return carry.new_empty(slot.shape, dtype=slot.dtype)
+    return carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone()
 
 
 def store(plan: StatefulPlan, left: Mapping[int, Tensor], carry: Tensor) -> None:
-    for slot in plan.slots:
+    for slot in (slot for slot in plan.slots if 0 not in slot.shape):
         part = carry[slot.start : slot.stop].view(slot.dtype)
         part.copy_(left[slot.result].reshape(-1))

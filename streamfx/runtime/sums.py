@@ -12,7 +12,9 @@ aten = torch.ops.aten
 
 
 def add(total: Tensor, part: Tensor) -> None:
-    """total += part, of any types."""
+    """total += part, of any types. Complex numbers are added part by part: with a factor, even of one, their parts would mix."""
+    if total.is_complex():
+        total, part = torch.view_as_real(total), torch.view_as_real(part.to(total.dtype).resolve_conj())
     total.add_(part)
 
 

@@ -70,6 +70,14 @@ ROWS = (
     ),
     Mutation(
         "scans",
+        "complex numbers are added with a factor",
+        "streamfx/runtime/sums.py",
+        "    if total.is_complex():\n",
+        "    if False:\n",
+        ("test_single_rows.py::test_complex_rows_keep_both_parts",),
+    ),
+    Mutation(
+        "scans",
         "a sum that one chunk alone makes begins with zeros",
         "passes/codegen/adders.py",
         "isinstance(own, (SingleRow, Scan))",
