@@ -15,8 +15,8 @@ from streamfx.cost.meter import Meter
 from streamfx.ir.lengths import Lengths
 from streamfx.passes.partition.by_far import bytes_at_most, fits_by_far
 from streamfx.report.reasons import FITS
+from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import draw_kind
-from tests.random_decoders.program import program
 from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome, scalar_of
 from tests.support.small import Causal, tokens
@@ -54,8 +54,7 @@ def assert_bounded(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 def test_random_decoders_stay_below(first: int) -> None:
     told = 0
     for number in range(first, first + 20):
-        names: dict[str, Any] = {"__name__": "random_decoder"}
-        exec(compile(program(draw_kind(Random(number), ())), "<random decoder>", "exec"), names)
+        names = executed(draw_kind(Random(number), ()))
         told += assert_bounded(names["model"], **names["inputs"])
     assert told >= 5
 

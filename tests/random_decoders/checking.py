@@ -43,11 +43,16 @@ class Failure:
         return f"{self.message}\n\n# {self.decoder}\n{'-' * 100}\n{text}{'-' * 100}"
 
 
+def executed(decoder: Decoder) -> dict[str, Any]:
+    """What the program defines: its model and inputs among them."""
+    module = sys.modules["random_decoder"] = ModuleType("random_decoder")  # Dynamo looks a program's functions up there
+    exec(compile(program(decoder), "<random decoder>", "exec"), vars(module))
+    return vars(module)
+
+
 def run(decoder: Decoder) -> Report:
     """Execute the program and compare with eager; raises where they differ."""
-    module = sys.modules["random_decoder"] = ModuleType("random_decoder")  # Dynamo looks a program's functions up there
-    names: dict[str, Any] = vars(module)
-    exec(compile(program(decoder), "<random decoder>", "exec"), names)
+    names = executed(decoder)
     try:
         eager = leaves(names["model"](**names["inputs"]))
     except Exception as error:
