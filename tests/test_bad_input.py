@@ -98,6 +98,21 @@ def fails(trained: Trained, kind: str) -> None:
     assert str(wanted.value).split("'")[0][:20] in str(found.value)
 
 
+@pytest.mark.parametrize("ask", [streamfx.explain, streamfx.verify])
+def test_a_class_is_refused_before_it_is_changed(ask: Callable[..., Any]) -> None:
+    """torch.compile puts what it makes into a class for good: all objects of it would compute nothing from then on."""
+
+    class Mine(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    model, x = Mine(4, 4), torch.randn(2, 4)
+    before, call = model(x), Mine.__call__
+    with pytest.raises(streamfx.StreamFXError, match=r"a class \(Mine\), not an object of it"):
+        ask(Mine, x)
+    assert Mine.__call__ is call and torch.equal(model(x), before)
+
+
 def test_calls_that_fail_leave_no_mark() -> None:
     """Good steps with bad ones between them: the same as the good ones alone."""
     clean, disturbed = Trained(), Trained()

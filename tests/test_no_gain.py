@@ -89,6 +89,7 @@ def test_a_budget_that_is_made_use_of_is_no_loss(told: Any) -> None:
 def test_who_asks_what_streams_is_told_there(told: Any) -> None:
     streamfx.explain(Decoder(), tokens(256), chunk_size=256, loss_chunk_size=256).summary()
     streamfx.explain(Mixing(), torch.randn(8, 8)).summary()
+    streamfx.verify(Decoder(), tokens(256), chunk_size=256, loss_chunk_size=256)
     assert told() == []
 
 

@@ -100,6 +100,8 @@ def traced(
     model = original(model)
     if not callable(model):
         raise _not_traced(f"a {type(model).__name__}, which cannot be called")
+    if isinstance(model, type):  # torch.compile would change the class for good
+        raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
     call = TracedCall(replace(resolved(options), strict=False), name=_name_of(model))
     with accepting_real(mode), mode:

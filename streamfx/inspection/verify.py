@@ -16,7 +16,8 @@ from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.tracing import original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
-from streamfx.options import resolved
+from streamfx.ir.facts import Facts
+from streamfx.options import Options, resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
@@ -65,7 +66,7 @@ def verify(
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        compilations.append(Compilation(module, given))
+        compilations.append(_Quiet(module, given))
         with raised_as_itself(module.graph):
             return compilations[-1].compile(inputs)
 
@@ -84,6 +85,13 @@ def verify(
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+
+
+class _Quiet(Compilation):
+    """A compilation for somebody who asks whether gradients are right, not what is saved."""
+
+    @staticmethod
+    def tell(facts: Facts, options: Options) -> None: ...
 
 
 @contextmanager
@@ -264,6 +272,9 @@ def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch
 def _check_functions(model: Any, loss: Any) -> None:
     if not callable(model):
         raise NotComparable(ASKED, found=f"{_described(model)}, which cannot be called", do="give a model, or a function of one")
+    if isinstance(model, type):  # torch.compile would change the class for good
+        found = f"a class ({model.__name__}), not an object of it"
+        raise NotComparable(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
 
