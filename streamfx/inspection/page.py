@@ -7,9 +7,9 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, place_of_peak, run_whole, ways_table, wire_table_of
-from streamfx.report.text import headline, in_flops
+from streamfx.report.text import headline, in_flops, is_traced_in_part, verdict_of
 from streamfx.report.timeline import Timeline
-from streamfx.report.verdict import Taken, gains, verdict, why_nothing_streams
+from streamfx.report.verdict import Taken, gains
 
 WHAT = "activations and gradients, beside parameters and inputs"
 
@@ -21,8 +21,8 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
     return Page(
         title=title,
         subtitle=headline(summary),
-        verdict=sentence(verdict(ours, others, why_nothing_streams(stages))),
-        gains=gains(ours, others) if others else None,
+        verdict=sentence(verdict_of(summary, "memory")),
+        gains=gains(ours, others) if others and not is_traced_in_part(summary) else None,
         figures=tuple(_figures(summary, ours, others, place_of_peak(timeline.ours, stages))),
         timeline=timeline,
         stages=grouped(stages, summary["flops"], summary["sequence"]),

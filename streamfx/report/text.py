@@ -12,6 +12,7 @@ from streamfx.report.verdict import CHECKPOINTING, EAGER, Taken, verdict, why_no
 from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
+NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
 
@@ -42,13 +43,20 @@ def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
             yield f"{stage['name']}: a small operator runs whole: {reason}"
 
 
-def verdict_of(summary: Mapping[str, Any]) -> str:
+def verdict_of(summary: Mapping[str, Any], counted: str = "memory for activations and gradients") -> str:
     """Whether the backend pays for this call."""
+    if is_traced_in_part(summary):
+        return NOT_ALL
     others = [Taken(EAGER, summary["baseline_peak_bytes"], summary["baseline_flops"])]
     if summary["checkpointing_peak_bytes"] is not None:
         others.insert(0, Taken(CHECKPOINTING, summary["checkpointing_peak_bytes"], summary["checkpointing_flops"]))
     ours = Taken("streambp", summary["peak_bytes"], summary["flops"])
-    return verdict(ours, others, why_nothing_streams(summary["stages"]), counted="memory for activations and gradients")
+    return verdict(ours, others, why_nothing_streams(summary["stages"]), counted=counted)
+
+
+def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
+    """Whether some of the call runs in eager, and is in the figures of other ways alone."""
+    return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
 
 
 def how_many_stream(kinds: Sequence[str], traced: str = "") -> str:
@@ -61,7 +69,7 @@ def how_many_stream(kinds: Sequence[str], traced: str = "") -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    traced = "traced " if any(item["given_up"] for item in summary["break_reasons"]) else ""
+    traced = "traced " if is_traced_in_part(summary) else ""
     streams = how_many_stream([stage["kind"] for stage in summary["stages"]], traced)
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
