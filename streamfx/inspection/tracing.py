@@ -170,11 +170,15 @@ def distinct_breaks(found: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, 
     return tuple(breaks.values())
 
 
-class _Watched(Compilation):
-    """A compilation that keeps what it finds, and runs nothing. What it finds is told by who asked."""
+class Quiet(Compilation):
+    """A compilation for somebody who asks about it: what it finds is told by who was asked."""
 
     @staticmethod
     def tell(facts: Facts, options: Options) -> None: ...
+
+
+class _Watched(Quiet):
+    """A compilation that keeps what it finds, and runs nothing."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
         super().__init__(module, call.options, exchange=lambda text, group, **how: [text])  # no other rank need look, too

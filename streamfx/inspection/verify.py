@@ -14,10 +14,9 @@ from torch import Tensor, fx, nn
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.keywords import options_among
-from streamfx.inspection.tracing import original
+from streamfx.inspection.tracing import Quiet, original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
-from streamfx.ir.facts import Facts
-from streamfx.options import Options, resolved
+from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
@@ -66,7 +65,7 @@ def verify(
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        compilations.append(_Quiet(module, given))
+        compilations.append(Quiet(module, given))
         with raised_as_itself(module.graph):
             return compilations[-1].compile(inputs)
 
@@ -85,13 +84,6 @@ def verify(
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
-
-
-class _Quiet(Compilation):
-    """A compilation for somebody who asks whether gradients are right, not what is saved."""
-
-    @staticmethod
-    def tell(facts: Facts, options: Options) -> None: ...
 
 
 @contextmanager
