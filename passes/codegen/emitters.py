@@ -35,6 +35,7 @@ from streamfx.runtime.sizes import (
     rows_shifted,
 )
 from streamfx.runtime.stateful import Backward, Forward
+from streamfx.runtime.truncated import Truncated
 
 aten = torch.ops.aten
 AGAINST = "{target} runs over the rows in the other direction than what needs it"
@@ -204,7 +205,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
-@emits(Unrolled, Scanned, Forward, Backward)
+@emits(Unrolled, Scanned, Forward, Backward, Truncated)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
     run: Recurrence = node.target  # type: ignore[assignment]
@@ -221,13 +222,13 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if run.reverse:
         if not builder.reverse or (run.needs_states and known is None):
             raise RunsWhole(node, NO_STATES)
-        carry, _ = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=False)
+        carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
         return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
     if builder.reverse:
         if known is None:
             raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
         return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
-    carry, made = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=known is None)
+    carry, made = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=known is None)
     return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
 
 

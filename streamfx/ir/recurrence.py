@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from streamfx.ir.signature import Letter, LetterShape
 
@@ -150,3 +150,8 @@ class ScanPlan:
     made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     reverse: bool
     axes: RecurrenceAxes
+
+    @property
+    def step(self) -> fx.Graph:
+        """The operators of one row."""
+        return self.combine.__self__.graph  # type: ignore[attr-defined, no-any-return]
