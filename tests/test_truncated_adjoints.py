@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch._higher_order_ops.scan import scan
 
 import streamfx
 from streamfx.errors import OptionError
-from streamfx.runtime.truncated import Truncated
 from tests.support import decoders, layouts
 from tests.support.stateful.averages import averages
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, zeros
@@ -113,7 +113,7 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(((a - b).norm() / (b.norm() + 1e-3)).item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("runs, layers", [(row_by_row, 1), (as_an_operator, 2)])
+@pytest.mark.parametrize(("runs", "layers"), [(row_by_row, 1), (as_an_operator, 2)])
 @pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda recurrence: recurrence.__name__)
 def test_gradients_reach_back_so_many_rows(recurrence: Callable[[Runs], Mixer], runs: Runs, layers: int) -> None:
     exact = gradients(recurrence(row_by_row), layers, None)
@@ -122,6 +122,23 @@ def test_gradients_reach_back_so_many_rows(recurrence: Callable[[Runs], Mixer], 
         found = gradients(recurrence(runs), layers, options)
         assert error(found, gradients(recurrence(reaching_back(chunk_size, reach)), layers, None)) < 1e-12
         assert error(found, exact) > 1e-6
+
+
+def test_a_row_that_follows_the_state_before_it() -> None:
+    """Row t is made of the state that row t - 1 left: an unrolled loop counts the rows from that one on, for all gradients alike."""
+
+    def before(runs: Runs) -> Mixer:
+        def mixer(m: Mixed, x: Tensor) -> Tensor:
+            def step(state: Tensor, row: tuple[Tensor]) -> tuple[Tensor, Tensor]:
+                return 0.5 * state + torch.tanh(state @ m.gate.weight.t() + m.gate.bias + row[0]), state * m.mu
+
+            return m.out(runs(step, zeros(x), (x,)))
+
+        return mixer
+
+    for reach in (1, 4):
+        found = gradients(before(row_by_row), 1, {"chunk_size": 1, "loss_chunk_size": 1, "adjoints": reach})
+        assert error(found, gradients(before(reaching_back(1, reach + 1)), 1, None)) < 1e-12
 
 
 @pytest.mark.parametrize("runs", [row_by_row, as_an_operator], ids=lambda runs: runs.__name__)
@@ -221,20 +238,18 @@ def explained(**options: Any) -> Any:
 
 
 def test_memory_and_work_grow_by_the_carries_that_are_on_their_way() -> None:
-    ways = {reach: explained(chunk_size=4, adjoints=reach).summary(with_baseline=False) for reach in (1, 5, 9, 13)}
+    ways: dict[Any, Any] = {
+        reach: explained(chunk_size=4, adjoints=reach).summary(with_baseline=False) for reach in (1, 5, 9, 13)
+    }
     ways["exact"] = explained(chunk_size=4).summary(with_baseline=False)
     flops = [ways[reach]["flops"] for reach in (1, 5, 9, 13)]
     assert ways["exact"]["flops"] == flops[0]
-    one, two, three = (after - before for before, after in zip(flops, flops[1:], strict=False))
+    one, two, three = (after - before for before, after in pairwise(flops))
     assert one == two == three > 0  # a chunk's steps once more for each chunk that is reached back over
-    carried = max(node.target.carried for node in truncated(explained(chunk_size=4, adjoints=13)))
+    (graph,) = explained(chunk_size=4, adjoints=13).call.graphs
+    (node,) = graph.facts.truncations
     peaks = [ways[reach]["peak_bytes"] for reach in (1, 5, 9, 13)]
-    assert 0 <= peaks[-1] - ways["exact"]["peak_bytes"] <= 6 * carried
-
-
-def truncated(explanation: Any) -> list[Any]:
-    nodes = [node for graph in explanation.call.graphs for node in graph.facts.joint.nodes]
-    return [node for node in nodes if isinstance(node.target, Truncated)]
+    assert 0 <= peaks[-1] - ways["exact"]["peak_bytes"] <= 6 * node.target.carried
 
 
 def test_the_report_says_so() -> None:
@@ -242,6 +257,15 @@ def test_the_report_says_so() -> None:
     assert "adjoints=6: gradients are not eager's, those of 1 recurrence reach back 6 rows, rounded up to chunks" in text
     assert "adjoints" not in str(explained(chunk_size=4))
     assert "adjoints=64: no recurrence is truncated, gradients are exact" in str(explained(chunk_size=4, adjoints=64))
+
+
+def test_verify_says_why_gradients_differ() -> None:
+    ids = layouts.tokens(23, 2, 32, 0)
+    model = decoders.made(lambda: Mixed(weighted(as_an_operator)))
+    differs = streamfx.verify(model, ids, ids, bodies="eager", chunk_size=4, adjoints=6)
+    assert not differs.ok and "asked to reach back few rows (adjoints=6)" in str(differs)
+    same = streamfx.verify(model, ids, ids, bodies="eager", chunk_size=4, adjoints=30)
+    assert same.ok and "adjoints" not in str(same)
 
 
 def test_attention_and_running_sums_are_exact() -> None:

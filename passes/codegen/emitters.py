@@ -205,7 +205,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
-@emits(Unrolled, Scanned, Forward, Backward, Truncated)
+@emits(Unrolled, Scanned, Forward, Backward)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
     run: Recurrence = node.target  # type: ignore[assignment]
@@ -219,6 +219,8 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
     known = builder.outer_states(forward) if forward is not None else None
     states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
+    if node in layout.truncations:
+        run = Truncated(run, layout.truncations[node])
     if run.reverse:
         if not builder.reverse or (run.needs_states and known is None):
             raise RunsWhole(node, NO_STATES)

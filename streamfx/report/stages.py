@@ -10,7 +10,7 @@ from torch import fx
 
 from streamfx.cost.flops import flops_of_graph, is_fused_attention
 from streamfx.cost.memory import LoopCost
-from streamfx.ir.facts import Facts, Form, known
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
@@ -18,7 +18,6 @@ from streamfx.report.details import LoopReport, SavedReport, bounds_of, loop_rep
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.truncated import Truncated
 from streamfx.runtime.watch import Place
 from streamfx.torch_private.lines import source_line
 
@@ -28,8 +27,8 @@ class StageReport:
     """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
 
     `wire` is what it sends to other ranks, by half and kind, None where nothing is sent. `spans` are the bounds of the keys that
-    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made of. `truncated` are
-    recurrences whose gradients reach back few rows, as was asked for.
+    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made
+    of. `truncated` are recurrences whose gradients reach back few rows, as was asked for.
     """
 
     graph: int
@@ -117,17 +116,12 @@ class _View:
             runs=loop_reports(loops, known(self.facts.program), self.costs),
             saved=saved,
             obstacles=tuple(whole),
-            truncated=tuple(node.name for node in stage.backward if _is_truncated(node, self.facts)),
+            truncated=tuple(node.name for node in stage.backward if node in self.facts.truncations),
         )
 
     def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
         wire = together(self.sent[loop.spec.name] for loop in loops if loop.spec.name in self.sent)
         return as_plain(wire) if calls_of(wire) else None
-
-
-def _is_truncated(node: fx.Node, facts: Facts) -> bool:
-    """Whether a recurrence in a loop hands gradients back over few rows alone; one that runs whole is exact."""
-    return isinstance(node.target, Truncated) and Form.ROWS in facts.demand.forms[node]
 
 
 def _texts(found: Iterable[Obstacle]) -> tuple[str, ...]:

@@ -74,7 +74,8 @@ def headline(summary: Mapping[str, Any]) -> str:
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
-    return f"{streams}; {graphs}{how_far_back(summary['options']['adjoints'], sum(len(stage['truncated']) for stage in summary['stages']))}"
+    truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
+    return f"{streams}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
 
 
 def how_far_back(reach: int | str, truncated: int) -> str:

@@ -13,31 +13,23 @@ behind each chunk: k carries are on their way at a time, which have seen 1, 2, .
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import sympy
 from torch import Tensor
 
 from streamfx.ir.program import CHUNKS, STEP
+from streamfx.ir.recurrence import Truncation
 from streamfx.ir.sizes import Size
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.sizes import chunks_holding
 
-Places = Sequence[tuple[int, "int | None"]]  # of a carry: where its parts begin and end
-
 
 class Truncated(Recurrence):
-    """A recurrence of the backward half, the gradients of which reach back `reach` rows, rounded up to chunks.
-
-    `adjoints` says for each number of rows, from none to all, which parts of the carry behind them are gradients of states, or has
-    one entry where these are the same for each number. All else that is carried (sums of gradients that rows add to, values of the forward
-    half) is carried whole.
-    """
+    """A recurrence of the backward half that is truncated."""
 
     reverse = True
 
-    def __init__(self, run: Recurrence, reach: int, adjoints: Sequence[Places]) -> None:
-        self.run, self.reach, self.adjoints = run, reach, adjoints
+    def __init__(self, run: Recurrence, truncation: Truncation) -> None:
+        self.run, self.reach, self.adjoints = run, truncation.rows, truncation.adjoints
         self.name, self.axes, self.block = f"truncated_{run.name}", run.axes, run.block
         self.carried, self.carry_type, self.needs_states = run.carried, run.carry_type, run.needs_states
         self.__name__ = self.__qualname__ = self.name

@@ -7,10 +7,9 @@ from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.stateful import Backward, Forward
-from streamfx.runtime.truncated import Truncated
 
 
-@rule(Unrolled, Scanned, Forward, Backward, Truncated)
+@rule(Unrolled, Scanned, Forward, Backward)
 def recurrence(call: Call) -> Signature:
     """Whole along all axes but that of the steps, which a loop in their direction carries along."""
     run: Recurrence = call.node.target  # type: ignore[assignment]

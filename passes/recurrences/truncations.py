@@ -22,37 +22,35 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Facts
-from streamfx.ir.joint import JointGraph, joint_graph, shape_of_node
-from streamfx.ir.recurrence import Instruction, Number, Operation, Read, Steps, Value
-from streamfx.ir.sizes import Size
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import JointGraph
+from streamfx.ir.recurrence import Instruction, Number, Operation, Places, Read, Steps, Truncation, Value
 from streamfx.options import Options
 from streamfx.passes.recurrences.plans import numbers_in
 from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.scanned import Scanned, slots
 from streamfx.runtime.stateful import Backward
-from streamfx.runtime.truncated import Places, Truncated
 
 ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
-class Truncation:
+class Truncations:
     options: Options
-    name: ClassVar[str] = "truncation"
+    name: ClassVar[str] = "truncations"
 
     def apply(self, facts: Facts) -> Facts:
-        reach, joint = self.options.adjoints, facts.joint
-        if reach == "exact":
+        rows, sequence = self.options.adjoints, facts.axes.sequence
+        if rows == "exact" or sequence is None or sequence.length in range(rows + 1):
             return facts
-        driven = _driven(joint)
-        for node in joint.nodes:
-            run = node.target
-            if isinstance(run, Recurrence) and run.reverse and node not in joint.forward and _length(node, run) not in range(reach + 1):
+        driven, found = _driven(facts.joint), dict[fx.Node, Truncation]()
+        for node in facts.joint.nodes:
+            run, forms = node.target, facts.demand.forms.get(node, ())
+            if isinstance(run, Recurrence) and run.reverse and node not in facts.joint.forward and Form.ROWS in forms:
                 places = adjoints(run, [source in driven for source in node.args])
                 if any(places):
-                    node.target = Truncated(run, reach, places)
-        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
+                    found[node] = Truncation(rows, places)
+        return replace(facts, truncations=found)
 
 
 def _driven(joint: JointGraph) -> set[fx.Node]:
@@ -62,16 +60,6 @@ def _driven(joint: JointGraph) -> set[fx.Node]:
         if any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _length(node: fx.Node, run: Recurrence) -> Size:
-    """The number of rows that follow one another."""
-    return next(
-        shape_of_node(source)[place]
-        for letters, source in zip(run.axes.operands, node.args, strict=True)
-        for place, dim in enumerate(letters)
-        if dim == (run.axes.rows,)
-    )
 
 
 @singledispatch
@@ -104,7 +92,9 @@ def _(run: Scanned, driven: Sequence[bool]) -> Sequence[Places]:
 def _is_total(place: fx.Node, left: fx.Node, results: Sequence[fx.Node]) -> bool:
     """Whether a step does nothing with what is carried but add to it, and carries it on."""
     is_left_alone = list(results).count(left) == 1 and len(left.users) == 1
-    return is_left_alone and (left is place or (set(place.users) == {left} and is_summand(left.target, left.args, left.kwargs, place)))
+    return is_left_alone and (
+        left is place or (set(place.users) == {left} and is_summand(left.target, left.args, left.kwargs, place))
+    )
 
 
 @adjoints.register
