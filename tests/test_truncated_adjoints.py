@@ -125,7 +125,7 @@ def test_gradients_reach_back_so_many_rows(recurrence: Callable[[Runs], Mixer], 
 
 
 def test_a_row_that_follows_the_state_before_it() -> None:
-    """Row t is made of the state that row t - 1 left: an unrolled loop counts the rows from that one on, for all gradients alike."""
+    """Row t is made of the state that row t - 1 left: an unrolled loop counts rows from that one on, for all gradients alike."""
 
     def before(runs: Runs) -> Mixer:
         def mixer(m: Mixed, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_verify_says_why_gradients_differ() -> None:
     ids = layouts.tokens(23, 2, 32, 0)
     model = decoders.made(lambda: Mixed(weighted(as_an_operator)))
     differs = streamfx.verify(model, ids, ids, bodies="eager", chunk_size=4, adjoints=6)
-    assert not differs.ok and "asked to reach back few rows (adjoints=6)" in str(differs)
+    assert not differs.ok and "are to reach back few rows (adjoints=6)" in str(differs)
     same = streamfx.verify(model, ids, ids, bodies="eager", chunk_size=4, adjoints=30)
     assert same.ok and "adjoints" not in str(same)
 

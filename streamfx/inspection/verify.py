@@ -179,7 +179,7 @@ class Verification:
         yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
         yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
         if self.adjoints != "exact" and not self.ok:
-            yield f"  gradients of recurrences were asked to reach back few rows (adjoints={self.adjoints}): these are not eager's"
+            yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
         if not self.errors:
             yield "  nothing requires a gradient"
             return
