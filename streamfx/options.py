@@ -49,6 +49,9 @@ class Options:
         gradients: when autograd gets them: "stagewise", as soon as those of a stage are there, so that what waits for them
             (DDP, an optimizer in the backward pass) runs between stages; "at once", at the end; "auto", stagewise where DDP or
             hooks on parameters wait.
+        adjoints: how far the gradients of a recurrence reach back: "exact", or a number of rows, rounded up to chunks (truncated
+            adjoint sharding): gradients are then not eager's, which `explain` says. It is for recurrences alone: attention and
+            running sums stay exact.
         strict: raise instead of running a stage whole.
         check_passes: check what each pass has made, so that a fault of streamfx is found where it is made.
         progress: whether a line says what is done while compiling takes more than two seconds: "auto" where standard error is a
@@ -74,6 +77,7 @@ class Options:
     reshard: bool | Literal["auto"] = "auto"
     outputs: Literal["lazy", "dense"] = "lazy"
     gradients: Literal["auto", "stagewise", "at once"] = "auto"
+    adjoints: int | Literal["exact"] = "exact"
     strict: bool = False
     check_passes: bool = False
     progress: bool | Literal["auto"] = "auto"
@@ -137,7 +141,12 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "check_passes": (True, False),
     "progress": ("auto", True, False),
 }
-COUNTS = {"chunk_size": "rows", "loss_chunk_size": "rows", "keep_every": "stages"}
+COUNTS = {  # options that are numbers of something, or a word
+    "chunk_size": ("rows", "auto"),
+    "loss_chunk_size": ("rows", "auto"),
+    "keep_every": ("stages", "auto"),
+    "adjoints": ("rows", "exact"),
+}
 NAMES = tuple(field.name for field in fields(Options))
 
 
@@ -182,11 +191,12 @@ def _check(name: Any, value: Any, origin: str) -> None:
         )
     if name in COUNTS:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_count and not (isinstance(value, str) and value == "auto"):
+        things, word = COUNTS[name]
+        if not is_count and not (isinstance(value, str) and value == word):
             raise OptionError(
                 f"option {name!r} of {origin} cannot be {value!r}",
                 found=f"{value!r} ({type(value).__name__})",
-                do=f"give a whole number of {COUNTS[name]}, 1 or more, or 'auto'",
+                do=f"give a whole number of {things}, 1 or more, or {word!r}",
             )
         return
     if name == "memory_budget":

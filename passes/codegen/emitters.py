@@ -35,6 +35,7 @@ from streamfx.runtime.sizes import (
     rows_shifted,
 )
 from streamfx.runtime.stateful import Backward, Forward
+from streamfx.runtime.truncated import Truncated
 
 aten = torch.ops.aten
 AGAINST = "{target} runs over the rows in the other direction than what needs it"
@@ -218,16 +219,18 @@ def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
     known = builder.outer_states(forward) if forward is not None else None
     states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
+    if node in layout.truncations:
+        run = Truncated(run, layout.truncations[node])
     if run.reverse:
         if not builder.reverse or (run.needs_states and known is None):
             raise RunsWhole(node, NO_STATES)
-        carry, _ = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=False)
+        carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
         return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
     if builder.reverse:
         if known is None:
             raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
         return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
-    carry, made = builder.carry_of(node, [run.carried], run.carry_type, keeps_states=known is None)
+    carry, made = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=known is None)
     return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
 
 

@@ -54,7 +54,7 @@ class Rewrite:
 class _Rewriter:
     def __init__(self, facts: Facts) -> None:
         self.facts, self.joint = facts, facts.joint
-        self.layout = Layout(facts.axes, facts.demand, facts.causality)
+        self.layout = Layout(facts.axes, facts.demand, facts.causality, facts.truncations)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
         self.stages = facts.stages
 

@@ -333,7 +333,7 @@ def _dead(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> t
             made.add(item.made)
             last[item.made] = step
             if isinstance(item, Operation):
-                last.update(dict.fromkeys(_numbers((item.args, item.kwargs)), step))
+                last.update(dict.fromkeys(numbers_in((item.args, item.kwargs)), step))
     dead: list[list[Number]] = [[] for _ in steps]
     for number, step in last.items():
         if number in made and number not in kept:
@@ -341,9 +341,10 @@ def _dead(steps: list[list[Instruction]], kept: set[Number], reverse: bool) -> t
     return tuple(map(tuple, dead))
 
 
-def _numbers(item: Any) -> list[Number]:
+def numbers_in(item: Any) -> list[Number]:
+    """The values that an operator's arguments name."""
     if isinstance(item, Value):
         return [item.number]
     if isinstance(item, Mapping):
-        return [number for part in item.values() for number in _numbers(part)]
-    return [number for part in item for number in _numbers(part)] if isinstance(item, (tuple, list)) else []
+        return [number for part in item.values() for number in numbers_in(part)]
+    return [number for part in item for number in numbers_in(part)] if isinstance(item, (tuple, list)) else []

@@ -187,9 +187,13 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
             parts[node] = None
     order = {node: i for i, node in enumerate(graph.nodes)} if parts else {}
     for node in parts:
-        absorbed = len(node.users) == 1 and next(iter(node.users)) in parts
-        if not absorbed and node.target is aten.add.Tensor:
+        if node.target is aten.add.Tensor and not _is_summand(node, parts):
             _stack_sum(node, parts, order, writer)
+
+
+def _is_summand(node: fx.Node, parts: Collection[fx.Node]) -> bool:
+    """Whether a sum is nothing but part of another one."""
+    return len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
 
 
 def _is_plain_sum(node: fx.Node) -> bool:

@@ -83,7 +83,7 @@ def verify(
         )
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
-    return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+    return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()), given.adjoints)
 
 
 @contextmanager
@@ -134,6 +134,7 @@ class Verification:
         eager: the run without the backend; `streamfx.verify` makes both.
         streamed: the run through the backend.
         precision: the least precise type that anything is computed in; the tolerance follows from it.
+        adjoints: how far the gradients of recurrences were asked to reach back: such as are truncated are not eager's.
 
     Example:
         >>> import torch, streamfx
@@ -144,7 +145,10 @@ class Verification:
         ['bias', 'weight']
     """
 
-    def __init__(self, names: Sequence[str], eager: Run, streamed: Run, precision: torch.dtype) -> None:
+    def __init__(
+        self, names: Sequence[str], eager: Run, streamed: Run, precision: torch.dtype, adjoints: int | str = "exact"
+    ) -> None:
+        self.adjoints = adjoints
         self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
@@ -174,6 +178,8 @@ class Verification:
         kind = str(self.precision).removeprefix("torch.")
         yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
         yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
+        if self.adjoints != "exact" and not self.ok:
+            yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
         if not self.errors:
             yield "  nothing requires a gradient"
             return

@@ -17,6 +17,7 @@ from streamfx.ir.joint import JointGraph
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan
 from streamfx.ir.program import Program
+from streamfx.ir.recurrence import Truncation
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
@@ -150,6 +151,7 @@ class Facts:
     where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
     run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
     were taken off the graph. Rows are reduced over ranks `apart` from loops, between them, where that has a reason.
+    `truncations` are those of recurrences.
     """
 
     joint: JointGraph
@@ -167,6 +169,7 @@ class Facts:
     stands: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
     apart: str | None = None
+    truncations: Mapping[fx.Node, Truncation] = field(default_factory=dict)
 
     @property
     def axes(self) -> AxisFacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Form, Role
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, Rows, Selector, Shifted
+from streamfx.ir.recurrence import Truncation
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.span import Span
 
@@ -45,6 +46,7 @@ class Layout:
     axes: AxisFacts
     demand: DemandFacts
     causality: CausalityFacts
+    truncations: Mapping[fx.Node, Truncation]
     _needs: dict[tuple[fx.Node, Span | None], tuple[Need, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> Rows:

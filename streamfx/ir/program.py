@@ -18,7 +18,8 @@ CHUNK, CHUNKS = (
     sympy.Symbol("chunk", integer=True),
     sympy.Symbol("chunks", integer=True),
 )  # its number, counted from the first row
-PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS)}
+STEP = sympy.Symbol("step", integer=True, positive=True)  # rows of a chunk, but for the last one
+PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS, STEP)}
 
 
 @dataclass(frozen=True)

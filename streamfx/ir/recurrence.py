@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from streamfx.ir.signature import Letter, LetterShape
 
@@ -116,6 +116,22 @@ class RecurrenceAxes:
     rows: Letter
 
 
+Places: TypeAlias = "Sequence[tuple[int, int | None]]"  # of a carry: where its parts begin and end
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Gradients that reach back so many `rows`, rounded up to chunks.
+
+    `adjoints` says for each number of rows, from none to all, which parts of the carry behind them are gradients of states; it
+    has one entry where these are the same for each number. All else that is carried (sums of gradients that rows add to, values
+    of the forward half) is carried whole.
+    """
+
+    rows: int
+    adjoints: Sequence[Places]
+
+
 @dataclass(frozen=True)
 class RecurrencePlan:
     """One operator of a rewritten graph: the steps that it runs, and those of the forward half that it runs again for them.
@@ -150,3 +166,8 @@ class ScanPlan:
     made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     reverse: bool
     axes: RecurrenceAxes
+
+    @property
+    def step(self) -> fx.Graph:
+        """The operators of one row."""
+        return self.combine.__self__.graph  # type: ignore[attr-defined, no-any-return]

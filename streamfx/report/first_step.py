@@ -46,7 +46,8 @@ class Compiled:
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
         cost = predicted(facts)
-        kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
+        stages = stage_reports(facts, 0, cost.loops)
+        kinds = [stage.kind for stage in stages]
         streams = how_many_stream(kinds) + (f" ({MORE})" if "whole" in kinds else "")
         rows = sorted({loop.rows for loop in cost.loops.values()})
         chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"

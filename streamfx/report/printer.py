@@ -230,6 +230,14 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
 
 
+def _truncations(facts: Facts) -> Lines:
+    """How far the gradients of recurrences reach back."""
+    for node, truncation in facts.truncations.items():
+        yield f"{node.name}: gradients reach back {truncation.rows} rows, rounded up to chunks"
+    if not facts.truncations:
+        yield "gradients are exact"
+
+
 def _masks(facts: Facts) -> Lines:
     """The masks that are looked at once per step, and the loops in which they hide something."""
     loops = facts.program.loops if facts.program is not None else ()
@@ -257,6 +265,7 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "recurrences": _recurrences,
     "axes": _axes,
     "demand": _demand,
+    "truncations": _truncations,
     "causality": _causality,
     "stages": _stages,
     "loss gradient": _loss_gradient,

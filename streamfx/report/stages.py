@@ -27,7 +27,8 @@ class StageReport:
     """One stage of one graph. `reasons` say why it runs whole; `also_whole` are operators too small to matter.
 
     `wire` is what it sends to other ranks, by half and kind, None where nothing is sent. `spans` are the bounds of the keys that
-    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made of.
+    each attention sees, `runs` the loops, `saved` the values behind `saved_bytes`, `obstacles` what the reasons are made
+    of. `truncated` are recurrences whose gradients reach back few rows, as was asked for.
     """
 
     graph: int
@@ -45,6 +46,7 @@ class StageReport:
     runs: tuple[LoopReport, ...] = ()
     saved: tuple[SavedReport, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
+    truncated: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -114,6 +116,7 @@ class _View:
             runs=loop_reports(loops, known(self.facts.program), self.costs),
             saved=saved,
             obstacles=tuple(whole),
+            truncated=tuple(node.name for node in stage.backward if node in self.facts.truncations),
         )
 
     def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:

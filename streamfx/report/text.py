@@ -73,7 +73,26 @@ def headline(summary: Mapping[str, Any]) -> str:
     streams = how_many_stream([stage["kind"] for stage in summary["stages"]], traced)
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
-    return f"{streams}; {counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
+    graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
+    truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
+    return f"{streams}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
+
+
+def how_far_back(reach: int | str, truncated: int) -> str:
+    """
+    >>> how_far_back("exact", 0), how_far_back(64, 0)
+    ('', '; adjoints=64: no recurrence is truncated, gradients are exact')
+    >>> how_far_back(64, 2)
+    "; adjoints=64: gradients are not eager's, those of 2 recurrences reach back 64 rows, rounded up to chunks"
+    """
+    if reach == "exact":
+        return ""
+    if not truncated:
+        return f"; adjoints={reach}: no recurrence is truncated, gradients are exact"
+    return (
+        f"; adjoints={reach}: gradients are not eager's, those of {counted(truncated, 'recurrence')} reach back "
+        f"{counted(int(reach), 'row')}, rounded up to chunks"
+    )
 
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -55,6 +55,7 @@ class Loop(nn.Module):
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
         spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
         env["chunks"] = chunks = max(1, -(-length // step))
+        env["step"] = step
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)

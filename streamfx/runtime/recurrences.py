@@ -38,6 +38,11 @@ class Recurrence(ABC):
     def __repr__(self) -> str:
         return f"streamfx.{self.name}"
 
+    @property
+    def carry_shape(self) -> tuple[Size, ...]:
+        """Of what a loop keeps between two chunks."""
+        return (self.carried,)
+
     @abstractmethod
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """All rows."""

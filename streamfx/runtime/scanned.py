@@ -24,7 +24,7 @@ class Scanned(Recurrence):
     def __init__(self, plan: ScanPlan) -> None:
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.reverse
-        self._slots = list(_slots(plan.carry))
+        self._slots = list(slots(plan.carry))
         self.carried = self._slots[-1][1] if self._slots else 0
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
@@ -88,7 +88,7 @@ class Scanned(Recurrence):
         return operands[:carries], operands[carries:rows], operands[rows:]
 
 
-def _slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
+def slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
     """Where each value of the carry begins and ends, in bytes."""
     start = 0
     for shape, dtype in carry:

@@ -40,6 +40,10 @@ class shifted_start(sympy.Function):
     """The first of them; same arguments as `shifted_count`."""
 
 
+class chunks_holding(sympy.Function):
+    """chunks_holding(rows, step): how many chunks of so many rows hold so many rows."""
+
+
 class shifted_before(sympy.Function):
     """How many of the chunk's rows lie before the first of them; same arguments as `shifted_count`."""
 
@@ -176,6 +180,7 @@ FUNCTIONS: dict[str, Any] = {
     "torch": torch,
     "Real": float,
     "Truth": bool,
+    "chunks_holding": lambda rows, step: -(-rows // step),
     "shifted_before": rows_before,
     "member_bounds": member_bounds,
     "span_bounds": span_bounds,

@@ -141,9 +141,8 @@ def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCA
     lengths = (
         {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))} if random.random() < 0.3 else {"calls": "one"}
     )
-    return replace(
-        decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", compiled=True, **lengths
-    )
+    own = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64", "compiled": True, **lengths}
+    return replace(decoder, layers=tuple(layers), adjoints=random.choice(("exact", "all")), **own)
 
 
 def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:

@@ -230,5 +230,12 @@ def _options(decoder: Decoder) -> str:
         "bodies": decoder.bodies,
         "accumulate": decoder.accumulate,
         "outputs": "lazy" if decoder.lazy else "dense",
+        **({"adjoints": _reach(decoder)} if decoder.adjoints == "all" else {}),
     }
     return repr(options)
+
+
+def _reach(decoder: Decoder) -> int:
+    """A row less than all, where these are as many chunks nevertheless; of other lengths, more than there are."""
+    fewest = min(decoder.chunk_size, decoder.loss_chunk_size, decoder.also)
+    return decoder.length - 1 if fewest > 1 and decoder.length > 1 and decoder.calls == "one" else 10_000

@@ -1,0 +1,145 @@
+"""Which gradients of states reach back few rows alone, where that was asked for (`adjoints=64`)?
+
+A recurrence of the backward half carries from row to row, last to first: gradients of states, which later rows hand to earlier
+ones; sums to which each row adds its part (a weight's gradient); values of the forward half. The first are truncated, the others
+are what they were. (Adjoint sharding, section 4.3: `streamfx/runtime/truncated.py`.)
+
+    carried: d(state), d(weight) of state = tanh(state @ weight + x)      truncated: d(state), and what follows from it
+
+Of an unrolled loop, an operator of the backward half belongs to the row that its gradient comes from (`detection.py`), and what
+is handed on is what a row before it computes with: a gradient that is only put in its place crosses as it is.
+
+A sum is one by how it is used: each of its uses is one summand of a plain addition that is such a sum, too, until it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import JointGraph
+from streamfx.ir.recurrence import Instruction, Number, Operation, Places, Read, Steps, Truncation, Value
+from streamfx.options import Options
+from streamfx.passes.recurrences.plans import numbers_in
+from streamfx.runtime.recurrences import Recurrence, Unrolled
+from streamfx.runtime.scanned import Scanned, slots
+from streamfx.runtime.stateful import Backward
+
+ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class Truncations:
+    options: Options
+    name: ClassVar[str] = "truncations"
+
+    def apply(self, facts: Facts) -> Facts:
+        rows, sequence = self.options.adjoints, facts.axes.sequence
+        if rows == "exact" or sequence is None or sequence.length in range(rows + 1):
+            return facts
+        driven, found = _driven(facts.joint), dict[fx.Node, Truncation]()
+        for node in facts.joint.nodes:
+            run, forms = node.target, facts.demand.forms.get(node, ())
+            if isinstance(run, Recurrence) and run.reverse and node not in facts.joint.forward and Form.ROWS in forms:
+                places = adjoints(run, [source in driven for source in node.args])
+                if any(places):
+                    found[node] = Truncation(rows, places)
+        return replace(facts, truncations=found)
+
+
+def _driven(joint: JointGraph) -> set[fx.Node]:
+    """What depends on the gradients that come in."""
+    found = set(joint.tangents)
+    for node in joint.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+@singledispatch
+def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[Places]:
+    """The parts of a carry that are gradients of states, for each number of rows; `driven` says which operands are gradients."""
+    return [()]
+
+
+@adjoints.register
+def _(run: Backward, driven: Sequence[bool]) -> Sequence[Places]:
+    """It was declared what it carries: the gradient of each state."""
+    return [[(slot.start, slot.stop) for slot in run.plan.slots]]
+
+
+@adjoints.register
+def _(run: Scanned, driven: Sequence[bool]) -> Sequence[Places]:
+    graph, count = run.plan.step, len(run.plan.carry)
+    inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
+    results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
+    found = {place for place, is_driven in zip(inputs, driven, strict=True) if is_driven}
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        found.update(node for node in graph.nodes if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes))
+        found.update(place for place, left in zip(inputs[:count], results, strict=False) if left in found)
+    places = zip(slots(run.plan.carry), inputs, results, strict=False)
+    return [[where for where, place, left in places if place in found and not _is_total(place, left, results)]]
+
+
+def _is_total(place: fx.Node, left: fx.Node, results: Sequence[fx.Node]) -> bool:
+    """Whether a step does nothing with what is carried but add to it, and carries it on."""
+    is_left_alone = list(results).count(left) == 1 and len(left.users) == 1
+    return is_left_alone and (
+        left is place or (set(place.users) == {left} and is_summand(left.target, left.args, left.kwargs, place))
+    )
+
+
+@adjoints.register
+def _(run: Unrolled, driven: Sequence[bool]) -> Sequence[Places]:
+    plan, steps = run.plan, run.plan.own
+    operands = {number for number, is_driven in zip(plan.operands, driven, strict=True) if is_driven}
+    found = {value for number, value in plan.given.items() if number in operands}
+    for item in _in_order(steps):
+        if not found.isdisjoint(_sources(item)) or (isinstance(item, Read) and item.operand in operands):
+            found.add(item.made)
+    found -= _totals(steps)
+    last = {number: row for row in reversed(range(plan.length)) for item in steps.steps[row] for number in _sources(item)}
+    return [
+        [(slot.start, slot.stop) for slot in crossing if slot.value in found and last.get(slot.value, behind) < behind]
+        for behind, crossing in enumerate(steps.crossing)
+    ]
+
+
+def _in_order(steps: Steps) -> Iterator[Instruction]:
+    for step in reversed(steps.steps) if steps.reverse else steps.steps:
+        yield from step
+
+
+def _totals(steps: Steps) -> set[Number]:
+    """Values that are nothing but summands of one another, and of what leaves when all rows are through."""
+    uses: dict[Number, list[Any]] = {}
+    made = list(_in_order(steps))
+    for item in made:
+        for number in _sources(item):
+            uses.setdefault(number, []).append(item)
+    finals, joined = {final.value for final in steps.finals}, {value for join in steps.joins for value in join.values}
+    found: set[Number] = set()
+    for item in reversed(made):
+        own = uses.get(item.made, [])
+        is_summed = all(use.made in found and is_summand(use.target, use.args, use.kwargs, Value(item.made)) for use in own)
+        if item.made not in joined and is_summed and (own or item.made in finals):
+            found.add(item.made)
+    return found
+
+
+def is_summand(target: Any, args: Collection[Any], kwargs: Mapping[str, Any], value: Any) -> bool:
+    """Whether an operator adds something to a value, and does nothing else with it."""
+    return target is ADD and not kwargs and list(args).count(value) == 1
+
+
+def _sources(item: Instruction) -> list[Number]:
+    """The values of steps that an instruction computes with."""
+    return numbers_in((item.args, item.kwargs)) if isinstance(item, Operation) else []
