@@ -141,6 +141,7 @@ def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCA
     lengths = (
         {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))} if random.random() < 0.3 else {"calls": "one"}
     )
+    lengths.setdefault("length", max(decoder.length, 3))  # eager scans no rows either
     own = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64", "compiled": True, **lengths}
     return replace(decoder, layers=tuple(layers), adjoints=random.choice(("exact", "all")), **own)
 
