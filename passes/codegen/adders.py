@@ -51,11 +51,8 @@ ADDERS: dict[Any, Adder] = {
     aten.bmm.default: _mm,
     aten.embedding_dense_backward.default: _look_up,
 }
-ROUNDED_ONCE = (
-    GROUPED_OUTER,
-    aten.mm.default,
-    aten.bmm.default,
-)  # products, whatever type they are added in; not rows one by one
+# Products, whatever type they are added in; rows that are looked up are added one by one.
+ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
 def is_of_one_chunk(node: fx.Node, layout: Layout) -> bool:
