@@ -33,8 +33,8 @@ def _add_outer(  # type: ignore[no-untyped-def]
     stop = tl.load(ends + group)
     if start < stop:
         across = tl.cdiv(width, TILE)
-        i = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
-        j = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
+        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)  # strides may be as long as the sequence
+        j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
         made = tl.zeros((TILE, TILE), dtype=tl.float32)
         for first in range(start, stop, ROWS):
             at = first + tl.arange(0, ROWS)
@@ -44,8 +44,7 @@ def _add_outer(  # type: ignore[no-untyped-def]
             left = tl.load(x + row[:, None] * x_row + i[None, :] * x_column, mask=is_left, other=0.0)
             right = tl.load(y + row[:, None] * y_row + j[None, :] * y_column, mask=is_right, other=0.0)
             made = tl.dot(tl.trans(left), right, made)
-        place = total + group.to(tl.int64) * total_group
-        place += i.to(tl.int64)[:, None] * total_row + j.to(tl.int64)[None, :] * total_column
+        place = total + group.to(tl.int64) * total_group + i[:, None] * total_row + j[None, :] * total_column
         is_there = (i < height)[:, None] & (j < width)[None, :]
         before = tl.load(place, mask=is_there, other=0.0).to(tl.float32)
         tl.store(place, (before + made).to(total.dtype.element_ty), mask=is_there)
@@ -70,7 +69,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         at = first + tl.arange(0, ROWS)
         is_row = at < tl.sum(tl.where(own, stops, 0))
         row = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
-        j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        j = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
         made = tl.zeros((ROWS, TILE), dtype=tl.float32)
         of_group = weight + group.to(tl.int64) * weight_group
         for begin in range(0, depth, DEPTH):
