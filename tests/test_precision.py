@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from streamfx.ir.program import Buffer
 from streamfx.runtime import scans
+from streamfx.runtime.loop import Loop
 from tests.support import decoders
 from tests.support.exactness import check_streamed, outcome
 from tests.support.twins import batch, compiled
@@ -29,6 +32,29 @@ def test_low_precision_is_as_near_to_the_truth_as_eager(make: Callable[[], nn.Mo
     check_streamed(backend.facts, True, {"causal"})
     assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
     assert all(g is not None and g.dtype == dtype for g in own.gradients.values())
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_totals_of_one_part_are_no_wider_than_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product is rounded once if it is the only one; rows that are looked up are added one by one, also by a single chunk."""
+    of_products, of_look_ups = set[torch.dtype](), set[torch.dtype]()
+    make = Loop._new_buffer
+
+    def noted(self: Loop, item: Any, env: Any, zeroed: bool) -> Tensor:
+        buffer = make(self, item, env, zeroed)
+        if isinstance(item, Buffer) and item.name.startswith(("mm", "embedding")):
+            (of_products if item.name.startswith("mm") else of_look_ups).add(buffer.dtype)
+        return buffer
+
+    monkeypatch.setattr(Loop, "_new_buffer", noted)
+    low = decoders.made(decoders.Plain, dtype=torch.bfloat16)
+    truth_model, eager_model = copy.deepcopy(low).double(), copy.deepcopy(low)
+    truth, eager = (outcome(model, model, batch(2, 64)) for model in (truth_model, eager_model))
+    function, _ = compiled(low, chunk_size=rows, loss_chunk_size=rows)
+    own = outcome(function, low, batch(2, 64))
+    assert (of_products, of_look_ups) == ({torch.bfloat16 if rows == 64 else torch.float32}, {torch.float32})
+    assert distance(own.gradients, truth.gradients) <= 1.1 * distance(eager.gradients, truth.gradients)
+    assert all(g is not None and g.dtype == torch.bfloat16 for g in own.gradients.values())
 
 
 def distance(actual: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> float:

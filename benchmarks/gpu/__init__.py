@@ -63,11 +63,12 @@ class Check:
 
 def checks() -> dict[str, Check]:
     """By name, in the order in which they run: what later ones rest on comes first."""
-    from benchmarks.gpu import kernels, models, products, steps, versions
+    from benchmarks.gpu import experts, kernels, models, products, steps, versions
 
     listed = (
         Check("versions", 30, versions.versions),
         Check("products", 40, products.accumulation),
+        Check("experts", 40, experts.added_by_group),
         Check("kernels", 90, kernels.against_float64),
         Check("one call", 40, kernels.one_call_against_two),
         Check("models", 120, models.gradients),

@@ -14,7 +14,7 @@ from streamfx.ir.needs import Layout
 from streamfx.ir.signature import Scan, SingleRow
 from streamfx.ir.sizes import Size, product
 from streamfx.runtime import sums
-from streamfx.runtime.experts import ADD_ARRANGED_OUTER, ARRANGE, GROUPED_OUTER
+from streamfx.runtime.experts import ARRANGE, GROUPED_OUTER, add_outer
 
 if TYPE_CHECKING:
     from streamfx.passes.codegen.bodies import BodyBuilder
@@ -33,7 +33,7 @@ def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]
 
 def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     x, y, group = builder.operands(node)
-    return ADD_ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3]))
+    return add_outer, (x, y, *arranged(builder, group, node.args[3]))
 
 
 def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
@@ -51,6 +51,8 @@ ADDERS: dict[Any, Adder] = {
     aten.bmm.default: _mm,
     aten.embedding_dense_backward.default: _look_up,
 }
+# Products, whatever type they are added in; rows that are looked up are added one by one.
+ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
 def is_of_one_chunk(node: fx.Node, layout: Layout) -> bool:

@@ -35,7 +35,7 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
-from streamfx.passes.codegen.adders import ADDERS, is_of_one_chunk, mean_count
+from streamfx.passes.codegen.adders import ADDERS, ROUNDED_ONCE, is_of_one_chunk, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
@@ -261,6 +261,8 @@ class BodyBuilder(BodyInputs):
         index = self._new_buffer(node, self.total_type(node), zeroed=True)
         if is_of_one_chunk(producer_of(node), self.layout):
             self.buffers[index] = replace(self.buffers[index], is_of_one_chunk=True)
+        elif node.target in ROUNDED_ONCE and count == 1:
+            self.buffers[index] = replace(self.buffers[index], of_one=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
         function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))

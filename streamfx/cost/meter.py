@@ -21,10 +21,10 @@ from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
+from streamfx.cost.totals import added_to, bytes_of_total
 from streamfx.cost.wire import KINDS, sent_by
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import allocated, workspace_of
-from streamfx.runtime.cuda_products import ADD_PRODUCT
 from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode
 
@@ -38,7 +38,6 @@ class Rise:
 
 
 ASKS_DEVICE = torch.ops.prim.device.default
-ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT)
 
 
 class Meter(TorchDispatchMode):
@@ -222,8 +221,11 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(moved=moved, launches=1, **{sent.kind: calls, name: size, f"{name}_far": far})
     if not flops:
         return Work(0, moved, 0, 1)
-    total = kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None
-    return Work(flops, 0, 0, 1, moved, 0 if total is None else 2 * total.nbytes)
+    if (total := added_to(func, args, kwargs)) is None:
+        return Work(flops, 0, 0, 1, moved)
+    read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
+    added = bytes_of_total(func, args, total)
+    return Work(flops, 0, 0, 1, read + added, added)
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:

@@ -60,15 +60,21 @@ def _efficient_backward(arguments: Arguments) -> int:
 
 
 def _arranged_product(arguments: Arguments) -> int:
-    """Rows in the order of their groups, and their products before they are put back."""
+    """Rows in the order of their groups, and their products before they are put back; nothing where they are looked up."""
     x, weight = arguments["x"], arguments["weight"]
+    if not experts.has_kernel(x, weight) and experts.multiplies_by_group(x, weight):
+        return 0
     return x.nbytes + len(x) * weight.shape[2] * x.element_size()
 
 
 def _added_outer(arguments: Arguments) -> int:
-    """Rows in the order of their groups; the gradient of all groups, where one call makes it."""
-    x, y = arguments["x"], arguments["y"]
-    whole = arguments["total"].numel() * x.element_size() if experts.has_kernel(x, y) else 0
+    """Nothing where sums are added in place; else rows in the order of their groups, and the gradient of all groups, where one
+    call makes it.
+    """
+    total, x, y = arguments["total"], arguments["x"], arguments["y"]
+    if experts.adds_by_group(total, x, y):
+        return 0
+    whole = total.numel() * x.element_size() if experts.has_kernel(x, y) else 0
     return x.nbytes + y.nbytes + whole
 
 

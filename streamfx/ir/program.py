@@ -96,7 +96,10 @@ Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey"
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum, which may be that of one chunk alone."""
+    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum, which may be that of one chunk alone.
+
+    A sum whose parts are products that are rounded as they are added is as good in the type `of_one` where there is one chunk.
+    """
 
     name: str
     shape: tuple[Size, ...]
@@ -104,6 +107,7 @@ class Buffer:
     device: torch.device
     zeroed: bool
     is_of_one_chunk: bool = False
+    of_one: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

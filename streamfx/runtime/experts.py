@@ -5,18 +5,26 @@
 
 A row whose group is e or more belongs to none: its product is zero. Groups are not negative. In a chunk the rows are sorted by
 group once (`arrange`), for all products that share their groups.
+
+How many rows a group has is known on the device alone. On a CPU, and where CUDA has nothing better, groups are taken one by one;
+on CUDA that makes the host wait. PyTorch's grouped product does not, but makes a gradient of all groups, which is then added;
+`triton_experts.py` adds to the groups that have rows, in place.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from streamfx.log import log
 from streamfx.runtime import sums
 from streamfx.runtime.device_kinds import kind_of
+from streamfx.torch_private import FakeTensor
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor group) -> Tensor")
@@ -29,6 +37,9 @@ _library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor
 ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
 # Capability of devices that take all groups at once: others are given them one by one, with their sizes on the host
 FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
+HALF = (torch.bfloat16, torch.float16)
+HALF_PRODUCTS = (8, 0)  # capability of devices for whose tensor cores Triton writes products of both
+NO_KERNEL = "experts on %s, %s: %s; other products take their place, which are slower and take more memory"
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -42,6 +53,8 @@ def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """x [s k], weight [e k n] -> [s n]"""
+    if not has_kernel(x, weight) and multiplies_by_group(x, weight):
+        return _triton().multiply(x, weight, order, ends)  # type: ignore[no-any-return]
     rows = x[order]
     if has_kernel(rows, weight):
         made = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
@@ -66,7 +79,10 @@ def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += the same"""
+    """total [e k n] += the same, and nothing to groups without rows where these are known"""
+    if adds_by_group(total, x, y):
+        _triton().add_outer(total, x, y, order, ends)
+        return
     if has_kernel(x, y):
         total.add_(arranged_outer(x, y, order, ends))
         return
@@ -89,6 +105,51 @@ def has_kernel(x: Tensor, other: Tensor) -> bool:
     is_dense = sorted(other.stride()[-2:]) in ([1, other.shape[-1]], [1, other.shape[-2]])
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[-2:]))
     return is_dense and aligned
+
+
+def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether sums of outer products are added in place, to the groups that have rows, whose sizes the host is not told.
+
+    Of a device that is planned for it is taken for granted.
+    """
+    if total.dtype not in (torch.float32, *HALF) or not _has_half_products(x, y):
+        return False
+    return _is_planned(x) or _is_right("adds_right", x.device, x.dtype, total.dtype)
+
+
+def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
+    """The same of products with the group's weight."""
+    return _has_half_products(x, weight) and (_is_planned(x) or _is_right("multiplies_right", x.device, x.dtype))
+
+
+def _has_half_products(x: Tensor, other: Tensor) -> bool:
+    kind = kind_of(x.device)
+    return kind.type == "cuda" and kind.capability >= HALF_PRODUCTS and x.dtype in HALF and other.dtype == x.dtype
+
+
+def _is_planned(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.device.type != "cuda"
+
+
+@lru_cache
+def _is_right(check: str, device: torch.device, *types: torch.dtype) -> bool:
+    """Whether a kernel of Triton's is there, and right: tried once, and told where it is not."""
+    try:
+        if getattr(_triton(), check)(device, *types):
+            return True
+        found = "a kernel of Triton's gives other numbers than it should"
+    except ImportError as error:
+        found = f"Triton is missing ({error})"
+    except Exception as error:  # it has no compiler here, or asks for more than the device has
+        found = f"a kernel of Triton's does not run ({error})"
+    log.warning(NO_KERNEL, device, types[0], found)
+    return False
+
+
+def _triton() -> ModuleType:
+    from streamfx.runtime import triton_experts
+
+    return triton_experts
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
@@ -138,3 +199,8 @@ ARRANGE = _register("arrange", arrange, _fake_arrange)
 ARRANGED_MM = _register("arranged_mm", arranged_mm, _fake_product, _product_flops)
 ARRANGED_OUTER = _register("arranged_outer", arranged_outer, _fake_arranged_outer, _product_flops)
 ADD_ARRANGED_OUTER = _register("add_arranged_outer", add_arranged_outer, lambda *_: None, _sum_flops)
+
+
+def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
+    """The sum's operator as a function of the runtime: totals are no affair of a compiler's."""
+    ADD_ARRANGED_OUTER(total, x, y, order, ends)

@@ -101,7 +101,8 @@ class Loop(nn.Module):
         if isinstance(item, Buffer) and item.is_of_one_chunk:
             return nothing_to_add(sizes, item.dtype, item.device)
         make = torch.zeros if zeroed else torch.empty
-        return make(sizes, dtype=item.dtype, device=item.device)
+        is_alone = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
+        return make(sizes, dtype=item.of_one if is_alone else item.dtype, device=item.device)  # type: ignore[union-attr]
 
     # -- results
 

@@ -1,0 +1,155 @@
+"""Products by group as kernels of Triton's, which read on the device where a group's rows end: the host waits for nothing.
+
+    add_outer    total[e] += x[rows of e]^T @ y[rows of e]      in place; a group without rows is neither read nor written
+    multiply     out[rows of e] = x[rows of e] @ weight[e]      rows of no group are zero
+
+Rows are looked up in their order, so that no sorted copies are made. What is tried here is tried once per device and type: its
+numbers are small and whole, so that results have to be equal to the last bit.
+
+Triton comes with PyTorch's builds for CUDA alone: this file is imported when a CUDA device asks for it, and never before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128  # columns of a result that a program makes, and rows of a total
+ROWS = 64  # of x and y at a time
+DEPTH = 64  # of what a product sums over at a time
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_outer(  # type: ignore[no-untyped-def]
+    total, x, y, order, ends, height, width,
+    total_group, total_row, total_column, x_row, x_column, y_row, y_column,
+    TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one group's total."""
+    group = tl.program_id(1)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    stop = tl.load(ends + group)
+    if start < stop:
+        across = tl.cdiv(width, TILE)
+        i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)  # strides may be as long as the sequence
+        j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        made = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for first in range(start, stop, ROWS):
+            at = first + tl.arange(0, ROWS)
+            row = tl.load(order + at, mask=at < stop, other=0).to(tl.int64)
+            is_left = (at < stop)[:, None] & (i < height)[None, :]
+            is_right = (at < stop)[:, None] & (j < width)[None, :]
+            left = tl.load(x + row[:, None] * x_row + i[None, :] * x_column, mask=is_left, other=0.0)
+            right = tl.load(y + row[:, None] * y_row + j[None, :] * y_column, mask=is_right, other=0.0)
+            made = tl.dot(tl.trans(left), right, made)
+        place = total + group.to(tl.int64) * total_group + i[:, None] * total_row + j[None, :] * total_column
+        is_there = (i < height)[:, None] & (j < width)[None, :]
+        before = tl.load(place, mask=is_there, other=0.0).to(tl.float32)
+        tl.store(place, (before + made).to(total.dtype.element_ty), mask=is_there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    out, x, weight, order, ends, groups, depth, width,
+    out_row, out_column, x_row, x_column, weight_group, weight_row, weight_column,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of results: `ROWS` rows of one group, which is the first whose tiles end behind this one."""
+    tile = tl.program_id(0)
+    number = tl.arange(0, GROUPS)
+    stops = tl.load(ends + number, mask=number < groups, other=0)
+    starts = tl.load(ends + number - 1, mask=(number > 0) & (number < groups), other=0)
+    tiles = tl.cdiv(tl.maximum(stops - starts, 0), ROWS)
+    group = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
+    if group < groups:
+        own = number == group
+        first = tl.sum(tl.where(own, starts, 0)) + (tile - tl.sum(tl.where(number < group, tiles, 0))) * ROWS
+        at = first + tl.arange(0, ROWS)
+        is_row = at < tl.sum(tl.where(own, stops, 0))
+        row = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
+        j = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        made = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        of_group = weight + group.to(tl.int64) * weight_group
+        for begin in range(0, depth, DEPTH):
+            k = (begin + tl.arange(0, DEPTH)).to(tl.int64)
+            is_left = is_row[:, None] & (k < depth)[None, :]
+            is_right = (k < depth)[:, None] & (j < width)[None, :]
+            left = tl.load(x + row[:, None] * x_row + k[None, :] * x_column, mask=is_left, other=0.0)
+            right = tl.load(of_group + k[:, None] * weight_row + j[None, :] * weight_column, mask=is_right, other=0.0)
+            made = tl.dot(left, right, made)
+        place = out + row[:, None] * out_row + j[None, :] * out_column
+        tl.store(place, made.to(out.dtype.element_ty), mask=is_row[:, None] & (j < width)[None, :])
+
+
+def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
+    """total [e k n] += the sums of outer products of x [s k] and y [s n], whose rows in this order end with `ends` [e]."""
+    groups, height, width = total.shape
+    tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
+    if not tiles or not groups or not len(order):
+        return
+    strides = *total.stride(), *x.stride(), *y.stride()
+    with torch.cuda.device_of(total):
+        _add_outer[tiles, groups](
+            total, x, y, order, ends, height, width, *strides, TILE=TILE, ROWS=ROWS, num_warps=8, num_stages=3
+        )  # fmt: skip
+
+
+def multiply(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """x [s k], weight [e k n] -> [s n]"""
+    groups, depth, width = weight.shape
+    out = x.new_zeros(len(order), width)
+    if not out.numel() or not groups:
+        return out
+    grid = triton.cdiv(len(order), ROWS) + groups, triton.cdiv(width, TILE)
+    strides = *out.stride(), *x.stride(), *weight.stride()
+    with torch.cuda.device_of(x):
+        _multiply[grid](
+            out, x, weight, order, ends, groups, depth, width, *strides,
+            GROUPS=triton.next_power_of_2(groups), TILE=TILE, ROWS=ROWS, DEPTH=DEPTH, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+# -- are they right?
+
+SIZES = (0, 1, ROWS + 6, 0, 5, 0)  # of groups; some rows more are of none
+OTHERS = 2
+HEIGHT, WIDTH = TILE + 8, 24
+
+
+def adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+    """Whether sums are added to groups with no row, one row, and more rows than are taken at a time; and no row of none."""
+    order, ends, parts = _rows()
+    x, y, wanted = _whole(len(order), HEIGHT), _whole(len(order), WIDTH), _whole(len(SIZES), HEIGHT, WIDTH)
+    x[order[-1]] = y[order[-2]] = torch.nan
+    found = wanted.to(device, total_type, copy=True)
+    add_outer(found, x.to(device, dtype), y.to(device, dtype), order.to(device), ends.to(device))
+    for total, rows in zip(wanted, parts, strict=True):
+        total += x[rows].t() @ y[rows]
+    return torch.equal(found.cpu().double(), wanted)
+
+
+def multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether rows are multiplied by the weight of their group, as it lies and turned, and by nothing of a group without rows."""
+    order, ends, parts = _rows()
+    x, weight, wanted = _whole(len(order), HEIGHT), _whole(len(SIZES), HEIGHT, WIDTH), torch.zeros(len(order), WIDTH).double()
+    x[order[-1]] = weight[0] = weight[3] = torch.nan
+    for own, rows in zip(weight, parts, strict=True):
+        wanted[rows] = x[rows] @ own
+    given = weight.to(device, dtype)
+    turned = given.transpose(1, 2).contiguous().transpose(1, 2)
+    made = [multiply(x.to(device, dtype), one, order.to(device), ends.to(device)) for one in (given, turned)]
+    return all(torch.equal(found.cpu().double(), wanted) for found in made)
+
+
+def _rows() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """An order of rows, where groups end in it, and the rows of each."""
+    order = torch.randperm(sum(SIZES) + OTHERS, generator=torch.Generator().manual_seed(0))
+    return order, torch.tensor(SIZES).cumsum(0).to(torch.int32), order[: sum(SIZES)].split(list(SIZES))
+
+
+def _whole(*shape: int) -> Tensor:
+    """Numbers so small that any type holds the sums of their products."""
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(sum(shape))).double()
