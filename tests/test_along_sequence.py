@@ -82,6 +82,25 @@ def test_keys_joined_to_the_keys() -> None:
     compare(Memory().double(), batch(), also=SIZES, attention={"causal"})
 
 
+class Rolled(Decoder):
+    """Rows that are shifted, and come in again at the other end; so do channels."""
+
+    attention = CausalHeads
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        x = super().hidden(x, **more)
+        return x + (x.roll(self.shift, 1) * x.roll(1, -1)).sin()
+
+
+@pytest.mark.parametrize("shift", [1, -3, 19])
+def test_rows_that_come_in_again(shift: int) -> None:
+    compare(Rolled(shift).double(), batch(), also=SIZES, attention={"causal"})
+
+
 class Orthogonal(Decoder):
     """Each attention's result loses what points along the residual stream, over all rows at once."""
 

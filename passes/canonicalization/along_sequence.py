@@ -2,6 +2,7 @@
 
     cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)       each has rows at a place of its own
     norm(x)         ->  sqrt(sum(x * x))
+    roll(x)         ->  cat(last rows of x, those in front of them)
 
 Along any other axis they stay what they are.
 """
@@ -37,16 +38,17 @@ class SumsAlongSequence:
 
 
 def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
-    """The joins and norms of computed values along the sequence."""
-    tests = {aten.cat.default: _is_join, aten.linalg_vector_norm.default: _is_norm}
+    """The joins, norms and rolls of computed values along the sequence."""
+    tests = {aten.cat.default: _is_join, aten.linalg_vector_norm.default: _is_norm, aten.roll.default: _is_roll}
     return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
 
 
 def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
     """The graph with each of these written as sums, in place."""
     writer = GraphWriter(joint.graph)
+    writes = {aten.cat.default: _sum_of_paddings, aten.linalg_vector_norm.default: _root_of_sum, aten.roll.default: _join_of_both}
     for node in nodes:
-        write = _sum_of_paddings if node.target is aten.cat.default else _root_of_sum
+        write = writes[node.target]
         node.replace_all_uses_with(write(node, writer.before(node)), propagate_meta=False)
         joint.graph.erase_node(node)
     return joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
@@ -83,6 +85,25 @@ def _is_norm(node: fx.Node, axes: AxisFacts) -> bool:
     dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
     along = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
     return along and arguments["ord"] == 2 and arguments["dtype"] is None and value.dtype in (torch.float32, torch.float64)
+
+
+def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether rows of the sequence are shifted, those that leave it at one end coming in at the other."""
+    arguments, operand = bound_arguments(node), node_argument(node)
+    if len(arguments["dims"]) != 1 or node in axes.static:
+        return False
+    dim, value = arguments["dims"][0] % len(shape_of_node(operand)), operand.meta["val"]
+    are_known = isinstance(arguments["shifts"][0], int) and isinstance(value.shape[dim], int)
+    return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
+
+
+def _join_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    arguments, operand = bound_arguments(node), node_argument(node)
+    dim = arguments["dims"][0]
+    length = operand.meta["val"].shape[dim]
+    first = -arguments["shifts"][0] % max(length, 1)  # the row that comes to the front
+    parts = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
+    return writer.call(aten.cat.default, parts, dim) if first else operand
 
 
 def _root_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
