@@ -17,7 +17,8 @@ from torch import Tensor
 
 from streamfx.runtime import attention, cuda_attention, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST
-from tests.support.cuda_kernels import in_their_place, plain
+from tests.support.cuda_kernels import in_their_place
+from tests.support.cuda_reading import plain
 from tests.support.spread import spread
 from tests.support.tracing import compare_function, traced
 

@@ -26,7 +26,8 @@ SINKS = ["causal", "window(128)"]  # of GPT-OSS
 class Case(NamedTuple):
     """What is asked; the kernels that eager's attention would be; those of the loops; what rows see.
 
-    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart.
+    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart, or, if they
+    are said to be documents, as these.
     """
 
     asked: dict[str, Any]
@@ -71,6 +72,8 @@ CASES = {
     "Qwen3 with flash attention": flash(QWEN, FLASH, CAUSAL),
     "Qwen3 with flash attention, several": flash(QWEN, FLASH, CAUSAL, batch=2),
     "Qwen3 with flash attention, packed": flash(QWEN, EFFICIENT, CAUSAL, given="positions"),
+    "Qwen3 packed, with its numbers": sdpa(QWEN, "cudnn", "flash", MASKED, given="positions", documents=True),
+    "Gemma 3 packed, with its numbers": Case({"model": GEMMA, "given": "positions", "documents": True}, EFFICIENT, FLASH, MASKED),
     "Qwen3 with flash attention, packed by the caller": flash(QWEN, EFFICIENT, MASKED, given="ends"),
     "Llama with flash attention on an A100": flash(LLAMA, FLASH, CAUSAL, device="a100"),
     "Llama with flash attention on a T4": flash(LLAMA, PLAIN, CAUSAL, device="t4"),

@@ -156,15 +156,21 @@ def _blocks_of_keys(query: Tensor, key: Tensor, causal: Causal) -> list[tuple[in
 
     With `causal` every row sees all keys of all blocks but the last.
     """
-    batch, heads, rows, width = query.shape
-    keys = key.shape[2]
-    row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
-    size = max(EXPANDED // row_bytes, rows)
-    if heads == key.shape[1] or keys <= size + rows:
+    rows, keys, size = query.shape[2], key.shape[2], keys_at_once(query, key)
+    if keys <= size + rows:
         return [(0, keys)]
     past = keys - rows if causal else keys
     cuts = list(range(0, past, size))
     return list(zip(cuts, [*cuts[1:], keys], strict=True))
+
+
+def keys_at_once(query: Tensor, key: Tensor) -> int:
+    """So many keys, or as many as there are rows more, take little memory for the gradients of all query heads."""
+    batch, heads, rows, width = query.shape
+    if heads == key.shape[1]:
+        return key.shape[2]
+    row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
+    return max(EXPANDED // row_bytes, rows)
 
 
 def _efficient_backward(

@@ -14,11 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime import cuda_attention, layouts, plain_attention, trials
 from streamfx.runtime.plain_attention import Causal, Last
 
 aten = torch.ops.aten
-CLOSE = 0.03  # of the largest number: half types have three digits, or two
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)")
@@ -95,27 +94,12 @@ def _backward(
 @lru_cache
 def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
-    query, key, value, gradient = (_known(device, dtype, *shape, width) for shape in ((2, 7), (1, 12), (1, 12), (2, 7)))
-    try:
-        out, lse = _flash(query, key, value, 3, None)
-        found = (out, lse, *_flash_backward(gradient, query, key, value, out, lse, 3, None))
-    except RuntimeError:  # the build has no windows
-        return False
-    result = plain_attention.forward(query, key, value, None, Last(3), None)
-    gradients = plain_attention.backward(gradient, query, key, value, *result, None, Last(3), None)
-    return all(map(_is_close, found, (*result, *gradients)))
-
-
-def _known(device: torch.device, dtype: torch.dtype, heads: int, rows: int, width: int) -> Tensor:
-    """Numbers that no generator is asked for."""
-    return torch.arange(heads * rows * width, device=device, dtype=torch.float32).mul_(heads + 0.7).sin_().view(
-        1, heads, rows, width
-    ).to(dtype)  # fmt: skip
-
-
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    found, wanted = found.float(), wanted.float()
-    return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+    return trials.agree(
+        lambda q, k, v: _flash(q, k, v, 3, None),
+        lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
+        Last(3),
+        trials.Sizes(device, dtype, (2, 7), (1, 12), width),
+    )
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
