@@ -68,8 +68,9 @@ def checks() -> dict[str, Check]:
     listed = (
         Check("versions", 30, versions.versions),
         Check("products", 40, products.accumulation),
-        Check("kernels", 90, kernels.against_float64),
+        Check("kernels", 120, kernels.against_float64),
         Check("one call", 40, kernels.one_call_against_two),
+        Check("one call of documents", 40, kernels.one_call_against_pieces),
         Check("models", 120, models.gradients),
         Check("synchronizations", 60, models.synchronizations),
         Check("steps", 240, steps.beside_checkpointing),

@@ -77,6 +77,14 @@ KERNELS = (
     ),
     Mutation(
         "7",
+        "a kernel's operator is known by its name alone",
+        "passes/operators/hub_kernels.py",
+        "BUILDS.fullmatch(target.namespace) and [item.name for item in target._schema.arguments] == _arguments(name)",
+        "BUILDS.fullmatch(target.namespace)",
+        ("test_hub_kernels.py::test_other_arguments_are_of_another_operator",),
+    ),
+    Mutation(
+        "7",
         "a gradient may have another type than the queries",
         CUDA,
         "(layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))",
