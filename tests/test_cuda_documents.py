@@ -164,7 +164,9 @@ def test_what_would_take_much_memory_takes_several_calls(limit: str, calls: list
     assert all(documents <= 3 for documents, _ in counts) if limit == "documents" else all(keys <= 60 for _, keys in counts)
 
 
-@pytest.mark.parametrize("fault", ["refuses", "another gradient", "log-sum-exps of another layout", "shows other documents"])
+@pytest.mark.parametrize(
+    "fault", ["refuses", "another gradient", "log-sum-exps of another layout", "shows other documents", "hides a key less"]
+)
 def test_kernels_that_differ_are_not_called(fault: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are then taken apart: what a device's kernels do is tried on a few rows, once."""
     flash, flash_backward = stand_in.flash, stand_in.flash_backward
@@ -174,7 +176,8 @@ def test_kernels_that_differ_are_not_called(fault: str, calls: list[Call], monke
             raise RuntimeError("This flash attention build does not support it.")
         if fault == "shows other documents":
             return flash(q, k, v, [0, rows[-1]], [0, keys[-1]], *others)
-        out, lse, *rest = flash(q, k, v, rows, keys, *others)
+        scale, left, right = others
+        out, lse, *rest = flash(q, k, v, rows, keys, scale, left + (fault == "hides a key less" and left >= 0), right)
         return out, lse.flatten().view(lse.shape[::-1]).T if fault.startswith("log") else lse, *rest
 
     def backward(*items: Any) -> Any:

@@ -50,6 +50,8 @@ def flex(model: Any, loops: set[str], seen: list[str], **more: Any) -> Case:
     return Case({"model": model, "attention": "flex_attention", **more}, set(), loops, seen)
 
 
+AT_THE_END = {"efficient, at the end"}
+LAST = {"efficient"} | AT_THE_END  # the first chunk is square
 EFFICIENT, FLASH, PLAIN = {"efficient"}, {"flash"}, {"plain"}
 CASES = {
     "Qwen3 on an H100": sdpa(QWEN, "cudnn", "flash", CAUSAL),
@@ -63,6 +65,8 @@ CASES = {
     # on a T4 eager spells attention out, since no kernel takes bfloat16, and so does a loop
     "Qwen3 on a T4": Case({"model": QWEN, "device": "t4"}, {"math"}, set(), CAUSAL),
     "Llama on a T4, packed": Case({"model": LLAMA, "device": "t4", "given": "positions"}, {"math"}, set(), MASKED),
+    "Llama on a T4, in float16": Case({"model": LLAMA, "device": "t4", "dtype": "float16"}, EFFICIENT, LAST, CAUSAL),
+    "Mistral on a T4, in float16": Case({"model": MISTRAL, "device": "t4", "dtype": "float16"}, EFFICIENT, AT_THE_END, WINDOW),
     "Gemma 3": Case({"model": GEMMA}, EFFICIENT, FLASH, LOCAL),
     "Gemma 3 packed": Case({"model": GEMMA, "given": "positions"}, EFFICIENT, EFFICIENT, MASKED),
     # GPT-OSS has no `sdpa`, and flash attention's newer packages alone know its sinks

@@ -103,12 +103,12 @@ def _forward(
     kind = piece.kind
     if piece.documents is not None:
         return kernels.forward(query, key, value, None, piece.documents, scale)
-    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale, last):
         return kernels.forward(query, key, value, None, last, scale)
     if kind is not Kind.CAUSAL:
         return kernels.forward(query, key, value, bias() if kind is Kind.MIXED else None, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0 or kernels.aligns_last(query, key, value, scale):
+    if past == 0 or kernels.aligns_last(query, key, value, scale, LAST):
         return kernels.forward(query, key, value, None, LAST if past else True, scale)
     seen = kernels.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
     own = kernels.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
@@ -130,13 +130,13 @@ def _backward(
     kind = piece.kind
     if piece.documents is not None:
         return kernels.backward(gradient, query, key, value, out, lse, None, piece.documents, scale)
-    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale, last):
         return kernels.backward(gradient, query, key, value, out, lse, None, last, scale)
     if kind is not Kind.CAUSAL:
         mask = bias() if kind is Kind.MIXED else None
         return kernels.backward(gradient, query, key, value, out, lse, mask, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0 or kernels.aligns_last(query, key, value, scale):
+    if past == 0 or kernels.aligns_last(query, key, value, scale, LAST):
         return kernels.backward(gradient, query, key, value, out, lse, None, LAST if past else True, scale)
     seen = kernels.backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
     own = kernels.backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)

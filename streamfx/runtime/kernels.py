@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, cuda_documents, layouts, plain_attention
+from streamfx.runtime import cuda_attention, cuda_documents, cuda_windows, layouts, plain_attention
 from streamfx.runtime.device_kinds import kind_of
-from streamfx.runtime.plain_attention import Causal
+from streamfx.runtime.plain_attention import Causal, Last
 
 aten = torch.ops.aten
 Result: TypeAlias = "tuple[Tensor, Tensor]"
@@ -26,14 +26,14 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 class Kernels(NamedTuple):
     """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
 
-    `aligns_last` (q, k, v, scale): whether `causal` may be LAST; `takes_documents`, whether it may be documents.
+    `aligns_last` (q, k, v, scale, last): whether `causal` may be that; `takes_documents` (q, k, v, scale), whether documents.
     `are_there` (q): whether this device has them for q's type.
     """
 
     types: Collection[torch.dtype]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
-    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None, Last], bool] = lambda *_: False
     are_there: Callable[[Tensor], bool] = lambda _: True
     takes_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
 
@@ -77,9 +77,9 @@ def backward(
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
-def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: Last) -> bool:
     """Whether queries at the end of their keys take one call."""
-    return _kernels(query).aligns_last(query, key, value, scale)
+    return _kernels(query).aligns_last(query, key, value, scale, last)
 
 
 def takes_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
@@ -154,7 +154,7 @@ KERNELS = {
         cuda_attention.TYPES,
         cuda_documents.forward,
         cuda_documents.backward,
-        cuda_attention.aligns_last,
+        cuda_windows.aligns_last,
         cuda_attention.are_there,
         cuda_documents.takes,
     ),

@@ -85,6 +85,22 @@ KERNELS = (
     ),
     Mutation(
         "7",
+        "a window does not count a row's own key",
+        "streamfx/runtime/cuda_last.py",
+        'return {"window_size": left + 1}',
+        'return {"window_size": left}',
+        ("test_cuda_kernels.py::test_a_window_takes_one_call_without_a_bias",),
+    ),
+    Mutation(
+        "7",
+        "a kernel that ends at the last row is called untried",
+        "streamfx/runtime/cuda_last.py",
+        "isinstance(query, FakeTensor) or hides(query.device, query.dtype, width, last.left is not None)",
+        "True",
+        ("test_cuda_kernels.py::test_kernels_that_end_elsewhere_are_not_called",),
+    ),
+    Mutation(
+        "7",
         "a gradient may have another type than the queries",
         CUDA,
         "(layouts.widened(item.to(query.dtype), layouts.ALIGNED) for item in (gradient, out))",

@@ -198,6 +198,48 @@ def efficient_backward(
     return by_rows(dq), by_rows(dk), by_rows(dv), None  # attention_backward.cu: at::empty(query.sizes())
 
 
+BOTTOM_RIGHT = 2  # kernel_forward.h: CustomMaskType
+
+
+def _window_of(mask_type: int, window: int | None) -> int:
+    """How many keys before its own a row sees, or -1. kernel_forward.h: attention_kernel counts a row's own key."""
+    assert mask_type == BOTTOM_RIGHT and (window is None or window > 0)
+    return -1 if window is None else window - 1
+
+
+def efficient_last(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, ends_q: Any, ends_k: Any, rows: Any, keys: Any, dropout: float, mask_type: int,
+    with_lse: bool = False, *, scale: Any = None, seqlen_k: Any = None, window_size: int | None = None,
+) -> Any:  # fmt: skip
+    """attention.cu: _efficient_attention_forward, of [b m h d]."""
+    left = _window_of(mask_type, window_size)
+    assert bias is None and ends_q is None and ends_k is None and rows is None and keys is None and with_lse
+    heads = [item.transpose(1, 2) for item in (q, k, v)]
+    _check_efficient(heads[0], heads[1], heads[2], dropout)
+    assert q.shape[1] <= k.shape[1] and (scale is None or scale > 0)  # kernel_forward.h: iterative_softmax
+    out, lse = plain(heads[0], heads[1], heads[2], None, True, scale, last=True, left=left)
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # kernel_forward.h: kAlignLSE
+    seed = torch.zeros((), dtype=torch.int64)
+    return by_rows(out).transpose(1, 2), lse, seed, seed.clone(), q.shape[1], k.shape[1]
+
+
+def efficient_last_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int,
+    lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, mask_type: int, bias_grad: bool, *, scale: Any = None,
+    num_splits_key: Any = None, window_size: int | None = None, shared_storage_dqdkdv: bool = False,
+) -> Any:  # fmt: skip
+    """attention_backward.cu: _efficient_attention_backward, of [b m h d]."""
+    left = _window_of(mask_type, window_size)
+    assert bias is None and ends_q is None and ends_k is None and not bias_grad and (rows, keys) == (q.shape[1], k.shape[1])
+    g, q, k, v, out = (item.transpose(1, 2) for item in (g, q, k, v, out))
+    _check_efficient(q, k, v, dropout)
+    assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
+    assert is_aligned(g.transpose(1, 2).contiguous(), _alignment(q)) and is_aligned(out, _alignment(q))
+    made = gradients(g, q, k, v, _out_as_read(out), _rows_of_lse(lse, q), None, True, scale, last=True, left=left)
+    dq, dk, dv = (by_rows(item).transpose(1, 2) for item in made)  # attention_backward.cu: at::empty(query.sizes())
+    return dq, dk, dv, None
+
+
 def _out_as_read(out: Tensor) -> Tensor:
     """kernel_backward.h: o_strideM() is head_dim_value * num_heads, and an element follows the other. The kernels of half types
     read it so (kKernelComputesDelta); for single precision, attention_backward.cu computes delta from the tensor."""
@@ -256,6 +298,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_flash_attention_forward": flash_window,
     "_flash_attention_backward": flash_window_backward,
+    "_efficient_attention_forward": efficient_last,
+    "_efficient_attention_backward": efficient_last_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
 }

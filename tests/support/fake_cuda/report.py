@@ -22,6 +22,7 @@ from streamfx.ir.facts import known
 from streamfx.ir.program import Kept
 from streamfx.planner.models import configuration, language_model, loss_of
 from streamfx.runtime import kernels, plain_attention
+from streamfx.runtime.cuda_attention import takes_flash
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.mask_programs import Mask
 from streamfx.runtime.plain_attention import Documents
@@ -33,7 +34,7 @@ from tests.support.flash_package import for_transformers
 DOCUMENTS = 5
 
 
-def model_of(source: Any, layers: int, attention: str | None) -> Any:
+def model_of(source: Any, layers: int, attention: str | None, dtype: str = "bfloat16") -> Any:
     """A language model of a real configuration, or of the given one, with fewer layers: one of each kind, where kinds differ."""
     config = configuration(source)
     config = getattr(config, "get_text_config", lambda: config)()
@@ -43,7 +44,7 @@ def model_of(source: Any, layers: int, attention: str | None) -> Any:
             config.layer_types = [*dict.fromkeys(config.layer_types), *config.layer_types][:layers]
     if attention is not None:
         config._attn_implementation = attention
-    return language_model(config, torch.bfloat16, "meta")
+    return language_model(config, getattr(torch, dtype), "meta")
 
 
 def inputs_of(given: str, batch: int, length: int) -> dict[str, Any]:
@@ -94,8 +95,11 @@ def noted_kernels() -> Iterator[Counter[str]]:
         name = func.name() if hasattr(func, "name") else ""
         if name.startswith("aten::_scaled_dot_product"):
             found[name.removeprefix("aten::_scaled_dot_product_").removesuffix("_backward").removesuffix("_attention")] += 1
-        elif name.startswith(("streamfx::attention_window", "aten::_flash_attention")):
+        elif name.startswith("aten::_flash_attention"):
             found["flash"] += 1
+        elif name.startswith("streamfx::attention_window"):
+            query, _, value = others[0][-3:] if name.endswith("window") else others[0][1:4]
+            found["flash" if takes_flash(query, value, None) else "efficient, at the end"] += 1
         count(self, func, *others)
 
     def plain(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -115,6 +119,7 @@ def report(
     attention: str | None = None,
     given: str = "plain",
     documents: bool = False,
+    dtype: str = "bfloat16",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`).
@@ -124,7 +129,7 @@ def report(
     card = Device(device)
     card.install()
     with for_transformers(), known_numbers(given):
-        step = loss_of(model_of(model, layers, attention))
+        step = loss_of(model_of(model, layers, attention, dtype))
         with FakeTensorMode():
             inputs = inputs_of(given, batch, length)
             found = _ends() if given == "positions" else False
