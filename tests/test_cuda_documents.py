@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from streamfx.runtime import attention, cuda_attention, cuda_documents, cuda_windows, kernels, plain_attention
@@ -19,8 +21,11 @@ from streamfx.runtime.plain_attention import Documents
 from streamfx.runtime.visible import Kind, pieces_of
 from tests.support import cuda_documents as stand_in
 from tests.support.cuda_kernels import in_their_place
+from tests.support.exactness import compare
+from tests.support.flash_package import IS_STAND_IN
 from tests.support.tracing import compare_function
-from tests.test_visible import as_mask
+from tests.test_flash_package import PACKED, PLAIN_ENDS, PackedDecoder, packed
+from tests.test_visible import as_mask, masks
 
 HEAD = 8
 INF = float("inf")
@@ -124,16 +129,16 @@ def test_a_chunk_takes_one_call(chunk: int, left: int | None, calls: list[Call],
     assert [rows for rows, _ in calls] == backwards == CALLS[chunk]  # the rows of other chunks are of one document
 
 
-def given(mask: Tensor, groups: int = 2) -> tuple[list[Tensor], Mask]:
+def drawn(mask: Tensor, groups: int = 2) -> tuple[list[Tensor], Mask]:
     torch.manual_seed(0)
     batch, _, rows, keys = mask.shape
     sizes = (4, rows), (groups, keys), (groups, keys), (4, rows)
     return [torch.randn(batch, heads, size, HEAD, dtype=torch.float64) for heads, size in sizes], as_mask(mask)
 
 
-def check(mask: Tensor) -> None:
+def check(mask: Tensor, groups: int = 2) -> None:
     """Attention by the mask's pieces is attention."""
-    (q, k, v, gradient), pieces = given(mask)
+    (q, k, v, gradient), pieces = drawn(mask, groups)
     truth = plain_attention.forward(q, k, v, mask, False, None)
     found = attention.forward(q, k, v, pieces, None, None)
     torch.testing.assert_close(found, truth)
@@ -197,7 +202,7 @@ def test_kernels_that_differ_are_not_called(fault: str, calls: list[Call], monke
 @pytest.mark.parametrize("scale", [0.0, -0.4])
 def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: list[Call]) -> None:
     """Flash attention seeks the greatest score before it scales."""
-    (q, k, v, _), mask = given(bias_of(seen_by(STARTS, LENGTH)))
+    (q, k, v, _), mask = drawn(bias_of(seen_by(STARTS, LENGTH)))
     truth = plain_attention.forward(q, k, v, mask.dense(), False, scale)
     torch.testing.assert_close(attention.forward(q, k, v, mask, None, None, scale=scale), truth)
     assert not calls
@@ -207,7 +212,7 @@ def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: 
 def test_documents_without_a_kernel(causal: bool) -> None:
     """What plain operators make of them is what their mask says."""
     documents = Documents((0, 3, 4, 9), (0, 5, 6, 11), causal, 2 if causal else None)
-    (q, k, v, gradient), _ = given(torch.zeros(1, 1, 9, 11, dtype=torch.float64))
+    (q, k, v, gradient), _ = drawn(torch.zeros(1, 1, 9, 11, dtype=torch.float64))
     seen = torch.zeros(9, 11, dtype=torch.bool)
     for (start, stop), (first, end) in (((0, 3), (0, 5)), ((3, 4), (5, 6)), ((4, 9), (6, 11))):
         rows, keys = torch.arange(stop - start)[:, None] - (stop - start), torch.arange(end - first) - (end - first)
@@ -217,6 +222,24 @@ def test_documents_without_a_kernel(causal: bool) -> None:
     torch.testing.assert_close(found, kernels.PLAIN.forward(q, k, v, mask, False, None))
     made = kernels.PLAIN.backward(gradient, q, k, v, *found, None, documents, None)
     torch.testing.assert_close(made, kernels.PLAIN.backward(gradient, q, k, v, *found, mask, False, None))
+
+
+@given(masks(), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
+def test_attention_by_pieces_is_attention(mask: Tensor, groups: int, seed: int) -> None:
+    """Of anything that rows may see, where each sees something."""
+    mask = torch.where((mask < -1e30).all(-1, keepdim=True), 0.0, mask)[:, None]
+    with in_their_place(half=True):
+        check(mask, groups)
+
+
+@pytest.mark.skipif(not IS_STAND_IN, reason="the package itself is installed, and needs a GPU")
+@pytest.mark.parametrize("name", ["causal", "window", "all of a document"])
+def test_a_packed_decoder_streams(name: str, calls: list[Call]) -> None:
+    """From the flash-attn package's call to that of the device's kernel, forth and back."""
+    how, groups, seen = PACKED[name]
+    model, ends = PackedDecoder(how, groups).double(), packed(PLAIN_ENDS)
+    compare(model, ends, chunk_size=16, loss_chunk_size=5, also=(1, 7), attention=seen, streams=True)
+    assert any(documents > 1 for _, documents in calls)
 
 
 # -- which masks are documents

@@ -166,7 +166,7 @@ def _flash_backward(items: Items, seen: Documents, scale: float | None) -> tuple
 
 def _ends(seen: Documents, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Where documents begin and end, and how long they are at most. The host does not wait for the copy."""
-    ends = torch.tensor((seen.rows, seen.keys), dtype=torch.int32, pin_memory=torch.cuda.is_initialized())
+    ends = torch.tensor((seen.rows, seen.keys), dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_initialized())
     rows, keys = ends.to(device, non_blocking=True).unbind()
     longest, most = (max(stop - start for start, stop in pairwise(own)) for own in (seen.rows, seen.keys))
     return rows, keys, longest, most
