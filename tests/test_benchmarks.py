@@ -108,7 +108,14 @@ def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     "name",
-    ["versions", "products", "experts", "one call", *only([], ["kernels", "models", "synchronizations", "steps", "offload"])],
+    [
+        "versions",
+        "products",
+        "experts",
+        "one call",
+        "one call of documents",
+        *only([], ["kernels", "models", "synchronizations", "steps", "offload"]),
+    ],
 )
 def test_checks_of_a_gpu_run_on_a_cpu(name: str) -> None:
     rows = list(found(checks()[name], Place("cpu", small=True)))

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import attention, cuda_attention, cuda_windows, kernels, plain_attention
+from streamfx.runtime import attention, cuda_attention, cuda_last, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST
-from tests.support.cuda_kernels import in_their_place, plain
+from tests.support.cuda_kernels import in_their_place
+from tests.support.cuda_reading import plain
 from tests.support.spread import spread
 from tests.support.tracing import compare_function, traced
 
@@ -135,20 +136,21 @@ def test_masks_of_data_stream(half: bool) -> None:
         compare_function(function, [x, mask], (20, length), streams=True)
 
 
+@pytest.mark.parametrize("half", [True, False], ids=["flash", "efficient"])
 @pytest.mark.parametrize("width", [HEAD, 5])
-def test_a_chunk_takes_one_call(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of flash attention, whose causal mask ends at the last row and key; nothing is merged or joined."""
+def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel whose causal mask ends at the last row and key; nothing is merged or joined."""
     calls: list[tuple[int, int]] = []
 
     def noted(query: Tensor, key: Tensor, *others: Any) -> Any:
         calls.append((query.shape[2], key.shape[2]))
-        return cuda_attention.forward(query, key, *others)
+        return cuda_windows.forward(query, key, *others)
 
     monkeypatch.setattr(attention, "_merge", None)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 21, width, dtype=torch.float64) for heads in (4, 2, 2))
     wanted, lse = plain(q, k, v, None, True, None)
-    with in_their_place(half=True):
+    with in_their_place(half):
         kernels.KERNELS["cpu"] = kernels.KERNELS["cpu"]._replace(forward=noted)
         for start, stop in ((0, 8), (8, 16), (16, 21), (20, 21)):
             seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
@@ -248,7 +250,13 @@ def bands(rows: int, keys: int, left: int) -> Tensor:
     ("rows", "keys", "left"), [(8, 12, 4), (8, 8, 3), (1, 5, 4), (1, 1, 0), (5, 11, 0), (3, 9, 8), (3, 9, 9), (3, 9, 1 << 40)]
 )
 @pytest.mark.parametrize("width", [HEAD, 5])
-def test_a_window_takes_one_call_without_a_bias(rows: int, keys: int, left: int, width: int, half: None) -> None:
+@pytest.mark.parametrize("is_half", [True, False], ids=["flash", "efficient"])
+def test_a_window_takes_one_call_without_a_bias(rows: int, keys: int, left: int, width: int, is_half: bool) -> None:
+    with in_their_place(is_half):
+        check_window(rows, keys, left, width)
+
+
+def check_window(rows: int, keys: int, left: int, width: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, size, width, dtype=torch.float64) for heads, size in ((4, rows), (2, keys), (2, keys)))
     bias, span = bands(rows, keys, left), (-left, 0)
@@ -257,6 +265,59 @@ def test_a_window_takes_one_call_without_a_bias(rows: int, keys: int, left: int,
         found = attention.forward(q, k, v, None, keys - rows, span)
         gradient = torch.randn_like(found[0])
         made = attention.backward(gradient, q, k, v, *found, None, keys - rows, span)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bias, False, None))
+
+
+def test_values_of_another_width_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention does not take them, and the other kernel does."""
+    monkeypatch.setattr(attention, "_merge", None)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, rows, width, dtype=torch.float64) for rows, width in ((5, 16), (9, 16), (9, 8)))
+    with in_their_place(half=True):
+        found = attention.forward(q, k, v, None, 4, (None, 0))
+        gradient = torch.randn_like(found[0])
+        made = attention.backward(gradient, q, k, v, *found, None, 4, (None, 0))
+    torch.testing.assert_close(found, plain_attention.forward(q, k, v, None, LAST, None))
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *found, None, LAST, None))
+
+
+@pytest.mark.parametrize("window", [(None, 0), (-2, 0)])
+@pytest.mark.parametrize("fault", ["refuses", "aligned at the first row", "another window", "another gradient"])
+def test_kernels_that_end_elsewhere_are_not_called(
+    fault: str, window: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The past and the diagonal are then two calls, and a window is a bias."""
+    real, real_backward = cuda_last.forward, cuda_last.backward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
+        if fault == "refuses":
+            raise RuntimeError("custom_mask_type is not supported")
+        if fault == "aligned at the first row":
+            return plain(q, k, v, None, True, scale)
+        return real(q, k, v, left + (fault == "another window"), scale)
+
+    def backward(*given: Any) -> Any:
+        dq, dk, dv = real_backward(*given)
+        return dq, dk * (1.1 if fault == "another gradient" else 1), dv
+
+    monkeypatch.setattr(cuda_last, "forward", forward)
+    monkeypatch.setattr(cuda_last, "backward", backward)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, size, HEAD, dtype=torch.float64) for size in (5, 9, 9))
+    bias = bands(5, 9, 9 if window[0] is None else -window[0])
+    cuda_last.hides.cache_clear()
+    try:
+        with in_their_place(half=False):
+            has_window = window[0] is not None
+            right = fault == "another window" and not has_window
+            assert cuda_last.hides(q.device, q.dtype, HEAD, has_window) == right
+            found = attention.forward(q, k, v, None, 4, window)
+            gradient = torch.randn_like(found[0])
+            made = attention.backward(gradient, q, k, v, *found, None, 4, window)
+    finally:
+        cuda_last.hides.cache_clear()
+    wanted = plain_attention.forward(q, k, v, bias, False, None)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, bias, False, None))
 

@@ -26,7 +26,8 @@ SINKS = ["causal", "window(128)"]  # of GPT-OSS
 class Case(NamedTuple):
     """What is asked; the kernels that eager's attention would be; those of the loops; what rows see.
 
-    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart.
+    A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart, or, if they
+    are said to be documents, as these.
     """
 
     asked: dict[str, Any]
@@ -49,6 +50,8 @@ def flex(model: Any, loops: set[str], seen: list[str], **more: Any) -> Case:
     return Case({"model": model, "attention": "flex_attention", **more}, set(), loops, seen)
 
 
+AT_THE_END = {"efficient, at the end"}
+LAST = {"efficient"} | AT_THE_END  # the first chunk is square
 EFFICIENT, FLASH, PLAIN = {"efficient"}, {"flash"}, {"plain"}
 CASES = {
     "Qwen3 on an H100": sdpa(QWEN, "cudnn", "flash", CAUSAL),
@@ -62,6 +65,8 @@ CASES = {
     # on a T4 eager spells attention out, since no kernel takes bfloat16, and so does a loop
     "Qwen3 on a T4": Case({"model": QWEN, "device": "t4"}, {"math"}, set(), CAUSAL),
     "Llama on a T4, packed": Case({"model": LLAMA, "device": "t4", "given": "positions"}, {"math"}, set(), MASKED),
+    "Llama on a T4, in float16": Case({"model": LLAMA, "device": "t4", "dtype": "float16"}, EFFICIENT, LAST, CAUSAL),
+    "Mistral on a T4, in float16": Case({"model": MISTRAL, "device": "t4", "dtype": "float16"}, EFFICIENT, AT_THE_END, WINDOW),
     "Gemma 3": Case({"model": GEMMA}, EFFICIENT, FLASH, LOCAL),
     "Gemma 3 packed": Case({"model": GEMMA, "given": "positions"}, EFFICIENT, EFFICIENT, MASKED),
     # GPT-OSS has no `sdpa`, and flash attention's newer packages alone know its sinks
@@ -71,6 +76,8 @@ CASES = {
     "Qwen3 with flash attention": flash(QWEN, FLASH, CAUSAL),
     "Qwen3 with flash attention, several": flash(QWEN, FLASH, CAUSAL, batch=2),
     "Qwen3 with flash attention, packed": flash(QWEN, EFFICIENT, CAUSAL, given="positions"),
+    "Qwen3 packed, with its numbers": sdpa(QWEN, "cudnn", "flash", MASKED, given="positions", documents=True),
+    "Gemma 3 packed, with its numbers": Case({"model": GEMMA, "given": "positions", "documents": True}, EFFICIENT, FLASH, MASKED),
     "Qwen3 with flash attention, packed by the caller": flash(QWEN, EFFICIENT, MASKED, given="ends"),
     "Llama with flash attention on an A100": flash(LLAMA, FLASH, CAUSAL, device="a100"),
     "Llama with flash attention on a T4": flash(LLAMA, PLAIN, CAUSAL, device="t4"),

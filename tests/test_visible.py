@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamfx.runtime import attention, mask_programs
+from streamfx.runtime import attention, mask_programs, plain_attention
 from streamfx.runtime.mask_programs import Mask, MaskProgram
 from streamfx.runtime.visible import Kind, Piece, Seen, numbers_of, pieces_in, pieces_of
 from tests.support.small import Padded
@@ -36,6 +36,8 @@ def visible_keys(draw: st.DrawFn, rows: int, keys: int) -> Tensor:
     seen = (own == document) & (key < draw(st.integers(0, keys))) & (key >= draw(st.integers(0, 3)))
     if draw(st.booleans()):
         seen &= key <= row
+    if draw(st.booleans()):
+        seen &= key > row - draw(st.integers(1, 5))
     for _ in range(draw(st.integers(0, 2))):
         seen[draw(st.integers(0, rows - 1)), draw(st.integers(0, keys - 1))] ^= True
     return seen
@@ -58,18 +60,21 @@ def cells(piece: Piece, mask: Tensor) -> Tensor:
     if piece.kind is Kind.MIXED:
         return part
     seen = torch.zeros_like(part)
+    if piece.documents is not None:
+        heads = [part.new_zeros(1, 1, size, 1) for size in part.shape[-2:]]
+        seen += plain_attention.triangle(heads[0], heads[1], piece.documents)[0]
     if piece.kind is Kind.CAUSAL:
         rows, keys = part.shape[-2:]
         seen.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1), -INF)
     return seen
 
 
-@given(masks())
-def test_pieces_are_the_mask(mask: Tensor) -> None:
-    """Put together they hide what it hides; each row is in one piece."""
+@given(masks(), st.booleans())
+def test_pieces_are_the_mask(mask: Tensor, packs: bool) -> None:
+    """Put together they hide what it hides; each row is in one piece. Documents are one, where they may be."""
     batch, hidden = mask.shape[0], mask <= LOWEST
     made, times = torch.full_like(mask, -INF), torch.zeros(mask.shape[:2])
-    for piece in pieces_of(mask, batch):
+    for piece in pieces_of(mask, batch, packs=packs):
         made[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)] = cells(piece, mask)
         times[slice(*piece.batch), slice(*piece.rows)] += 1
     assert (times == 1).all()
@@ -83,7 +88,7 @@ def test_a_mask_that_is_alike_along_a_dimension_is_looked_at_once_along_it(shape
     mask = torch.zeros(shape)
     mask[..., mask.shape[-1] // 2] = value
     seen = Seen(numbers_of(mask, True), mask.shape[2])
-    assert pieces_in(seen, 2, 7, 9) == pieces_of(mask.expand(-1, 7, 9), 2)
+    assert pieces_in(seen, 2, 7, 9, packs=False) == pieces_of(mask.expand(-1, 7, 9), 2)
 
 
 def test_only_minus_infinity_hides_large_scores() -> None:

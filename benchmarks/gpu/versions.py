@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu import Finding, Place
-from streamfx.runtime import cuda_attention
+from streamfx.runtime import cuda_attention, cuda_documents, cuda_last, cuda_windows
 from streamfx.runtime.cuda_products import adds_in_place
 
+WIDTHS = (64, 128)  # of heads, for which kernels are tried that we never saw
 PACKAGES = ("triton", "flash_attn", "liger_kernel", "cut_cross_entropy", "transformers")
 
 
@@ -28,4 +29,13 @@ def versions(place: Place) -> Iterator[Finding]:
     yield Finding("CUDA, cuDNN", "version", f"{torch.version.cuda}, {torch.backends.cudnn.version()}")
     yield Finding("flash attention", "widest head", cuda_attention.flash_width(device))
     for dtype in (torch.bfloat16, torch.float16):
+        for width in WIDTHS:
+            yield Finding(
+                "flash attention", f"{dtype}, width {width}: hides by window", str(cuda_windows.hides(device, dtype, width))
+            )
+            for kind in (dtype, torch.float32):
+                ends = str([cuda_last.hides(device, kind, width, has_window) for has_window in (False, True)])
+                yield Finding("memory-efficient attention", f"{kind}, width {width}: ends at the last row, in a window", ends)
+            apart = cuda_documents.keeps_apart(device, dtype, width)
+            yield Finding("flash attention", f"{dtype}, width {width}: keeps documents apart", str(apart))
         yield Finding("products", f"{dtype} added to float32 in place", str(adds_in_place(device, dtype)))

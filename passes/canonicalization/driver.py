@@ -18,9 +18,9 @@ from streamfx.ir.joint import drop_unused, is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import Equals, Equation
 from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.hub_kernels import name_of
 from streamfx.passes.operators.opaque import may_be_merged
 from streamfx.passes.operators.traits import is_random
-from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 MAKES_AXES = frozenset(
@@ -67,8 +67,7 @@ def _sweep(graph: fx.Graph, rows: Mapping[Any, list[Equation]], results: int | N
 
 def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equation]:
     """By the operator, or by the name of one that another package defines."""
-    named = node.target.name() if isinstance(node.target, OpOverload) else None
-    return rows.get(node.target) or rows.get(named) or []
+    return rows.get(node.target) or rows.get(name_of(node.target)) or []
 
 
 def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:

@@ -2,7 +2,7 @@
 
 They take heads as [b m h d], or of packed sequences as [m h d], align a causal mask and a window at the last row and key, and the
 backward writes into gradients that it is given (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Both halves change together, or
-neither.
+neither. Builds of a kernel from the hub have the same operators under names of their own (`passes/operators/hub_kernels.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.documents import Seen, bias, in_documents
 from streamfx.passes.canonicalization.equation import equation, results_in_use
+from streamfx.passes.operators.hub_kernels import name_of
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD, KERNELS
-from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
+from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
 aten = torch.ops.aten
 
@@ -127,8 +128,7 @@ def _backwards(arguments: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Nod
 
 
 def _is_backward_of(node: fx.Node, forward: Mapping[str, Any], parts: Mapping[int, Sequence[fx.Node]], form: Form) -> bool:
-    target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else None
-    if not isinstance(target, OpOverload) or target.name() != form.backward:
+    if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != form.backward:
         return False
     own = node.kwargs
     known = {*READ, *WRITTEN, *form.read, "zero_tensors"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
-from streamfx.runtime import cuda_windows, experts
+from streamfx.runtime import cuda_attention, cuda_windows, experts
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.torch_private import OpOverload
 
@@ -45,6 +45,12 @@ def _flash_backward(arguments: Arguments) -> int:
     rows, padded = _up(rows, 128), _up(width, 32 if width <= 128 else 64)
     expanded = 2 * batch * keys * heads * width * arguments["query"].element_size() if groups != heads else 0
     return batch * heads * rows * (1 + padded) * FLOAT + expanded
+
+
+def _window_backward(arguments: Arguments) -> int:
+    """`cuda_windows.py`: of flash attention, or of the memory-efficient kernel."""
+    is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
+    return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
 
 def _efficient_backward(arguments: Arguments) -> int:
@@ -84,7 +90,7 @@ def _up(number: int, multiple: int) -> int:
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    cuda_windows.ATTENTION_WINDOW_BACKWARD: _flash_backward,
+    cuda_windows.ATTENTION_WINDOW_BACKWARD: _window_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,

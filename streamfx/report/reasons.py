@@ -12,6 +12,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_collective
+from streamfx.passes.operators.hub_kernels import is_attention
 from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
 from streamfx.passes.operators.traits import CONTRACTIONS
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
@@ -35,6 +36,14 @@ KERNEL = (
 )
 WRITES = "wrap it in an operator that returns what it writes, and tell what that does with rows: streamfx.register_rule"
 IN_ORDER = "give the operator memory that lies in the order of its dimensions: x.contiguous()"
+ATTENTION = (
+    'attn_implementation="sdpa" streams, and so do "flash_attention_2" and "flex_attention"; or give the operator a rule '
+    "(streamfx.register_rule)"
+)
+NO_SHAPES = (
+    "let the operator tell the shapes of its results (torch.library.register_fake) and what it does with rows "
+    f"(streamfx.register_rule); where it is attention of a kernel from the hub, {ATTENTION.partition(';')[0]}"
+)
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
 
@@ -43,6 +52,7 @@ ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint 
     "RNN, GRU, or LSTM": RECURRENT,
     "torch.compiler.disable": KERNEL,
     "created with pybind": KERNEL,
+    "does not support running with fake tensors": NO_SHAPES,
     "non-contiguous `out=` tensor": IN_ORDER,
 }
 
@@ -99,6 +109,8 @@ def _advice(node: fx.Node, facts: Facts) -> str:
 def _advice_on_opaque(node: fx.Node) -> str:
     if is_triton(node):
         return KERNEL
+    if is_attention(node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target):
+        return ATTENTION
     if node.target is AUTO_FUNCTIONALIZED:
         return WRITES
     return NO_RULE if isinstance(node.target, OpOverload) else OTHER

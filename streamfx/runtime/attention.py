@@ -4,7 +4,8 @@ A chunk in the middle of the sequence takes one call of a kernel that aligns its
 key. Others align it at the first ones, and take two calls: the past, which the chunk sees in full, and the diagonal, which is
 square; their results are merged by log-sum-exp. The backward calls the kernel twice as well, with the merged result and
 log-sum-exp, as ring attention does. A window that no kernel hides is a bias. A mask that depends on data is taken apart into
-pieces first (see `visible.py`), each of which is such a call on some of the rows and some of the keys.
+pieces first (see `visible.py`), each of which is such a call on some of the rows and some of the keys; documents that lie one
+after the other are one call, where a kernel takes them.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def forward(
     `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high), None being
     unbounded; without a window it sees all. `finite_hides`: scores are small beside the huge negative numbers of a mask.
     """
-    pieces, bias, last = _seen(query, key, mask, first, window, finite_hides)
+    pieces, bias, last = _seen(query, key, value, mask, first, window, scale, finite_hides)
     if _is_all(pieces, query, key):
-        return _forward(pieces[0].kind, query, key, value, bias, last, scale)
+        return _forward(pieces[0], query, key, value, bias, last, scale)
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     for piece in pieces:
         parts = _rows(piece, query), _keys(piece, key), _keys(piece, value)
-        own = _forward(piece.kind, *parts, _bias_of(piece, bias), None, scale)
+        own = _forward(piece, *parts, _bias_of(piece, bias), None, scale)
         _rows(piece, out).copy_(own[0])
         _rows(piece, lse).copy_(own[1])
     return out, lse
@@ -78,15 +79,15 @@ def backward(
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, and the chunk's part of those of the keys and values it sees."""
-    pieces, bias, last = _seen(query, key, mask, first, window, finite_hides)
+    pieces, bias, last = _seen(query, key, value, mask, first, window, scale, finite_hides)
     if _is_all(pieces, query, key):
-        return _backward(pieces[0].kind, gradient, query, key, value, out, lse, bias, last, scale)
+        return _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
     dq, dk, dv = (torch.zeros_like(item) for item in (query, key, value))
     for piece in pieces:
         own_gradient, own_query, own_out, own_lse = (_rows(piece, item) for item in (gradient, query, out, lse))
         keys, values = _keys(piece, key), _keys(piece, value)
         own_bias = _bias_of(piece, bias)
-        own = _backward(piece.kind, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale)
+        own = _backward(piece, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale)
         _rows(piece, dq).copy_(own[0])
         _keys(piece, dk).add_(own[1])
         _keys(piece, dv).add_(own[2])
@@ -97,14 +98,17 @@ def backward(
 
 
 def _forward(
-    kind: Kind, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: Last | None, scale: float | None
+    piece: Piece, query: Tensor, key: Tensor, value: Tensor, bias: Bias, last: Last | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+    kind = piece.kind
+    if piece.documents is not None:
+        return kernels.forward(query, key, value, None, piece.documents, scale)
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale, last):
         return kernels.forward(query, key, value, None, last, scale)
     if kind is not Kind.CAUSAL:
         return kernels.forward(query, key, value, bias() if kind is Kind.MIXED else None, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0 or kernels.aligns_last(query, key, value, scale):
+    if past == 0 or kernels.aligns_last(query, key, value, scale, LAST):
         return kernels.forward(query, key, value, None, LAST if past else True, scale)
     seen = kernels.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
     own = kernels.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
@@ -112,7 +116,7 @@ def _forward(
 
 
 def _backward(
-    kind: Kind,
+    piece: Piece,
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -123,13 +127,16 @@ def _backward(
     last: Last | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale):
+    kind = piece.kind
+    if piece.documents is not None:
+        return kernels.backward(gradient, query, key, value, out, lse, None, piece.documents, scale)
+    if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale, last):
         return kernels.backward(gradient, query, key, value, out, lse, None, last, scale)
     if kind is not Kind.CAUSAL:
         mask = bias() if kind is Kind.MIXED else None
         return kernels.backward(gradient, query, key, value, out, lse, mask, False, scale)
     past = key.shape[2] - query.shape[2]
-    if past == 0 or kernels.aligns_last(query, key, value, scale):
+    if past == 0 or kernels.aligns_last(query, key, value, scale, LAST):
         return kernels.backward(gradient, query, key, value, out, lse, None, LAST if past else True, scale)
     seen = kernels.backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
     own = kernels.backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)
@@ -148,12 +155,20 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def _seen(
-    query: Tensor, key: Tensor, mask: Tensor | Mask | None, first: int | None, window: Window | None, finite_hides: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | Mask | None,
+    first: int | None,
+    window: Window | None,
+    scale: float | None,
+    finite_hides: bool,
 ) -> Seen:
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
     bounded = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not bounded:
-        return Seen(mask.pieces(rows, keys, batch, finite_hides), mask.dense, None)
+        packs = kernels.takes_documents(query, key, value, scale)
+        return Seen(mask.pieces(rows, keys, batch, finite_hides, packs), mask.dense, None)
     dense = mask.dense() if isinstance(mask, Mask) else mask
     last = _ends_last(rows, keys, first, window) if dense is None else None
     kind = Kind.FULL if dense is None and not bounded else Kind.CAUSAL if last == LAST else Kind.MIXED

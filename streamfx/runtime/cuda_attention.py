@@ -66,10 +66,10 @@ def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cau
     """Whether flash attention takes these, as `sdp_utils.cpp: use_flash_attention` has it."""
     if causal is True and query.shape[2] != key.shape[2]:
         return False  # mask.h: aligns at the last row and key, where all others align at the first
-    return bias is None and aligns_last(query, key, value, scale)
+    return bias is None and takes_flash(query, value, scale)
 
 
-def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def takes_flash(query: Tensor, value: Tensor, scale: float | None) -> bool:
     """Whether flash attention takes these without a bias: its causal mask ends at the last row and key."""
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the greatest score is sought before scores are scaled
@@ -156,15 +156,21 @@ def _blocks_of_keys(query: Tensor, key: Tensor, causal: Causal) -> list[tuple[in
 
     With `causal` every row sees all keys of all blocks but the last.
     """
-    batch, heads, rows, width = query.shape
-    keys = key.shape[2]
-    row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
-    size = max(EXPANDED // row_bytes, rows)
-    if heads == key.shape[1] or keys <= size + rows:
+    rows, keys, size = query.shape[2], key.shape[2], keys_at_once(query, key)
+    if keys <= size + rows:
         return [(0, keys)]
     past = keys - rows if causal else keys
     cuts = list(range(0, past, size))
     return list(zip(cuts, [*cuts[1:], keys], strict=True))
+
+
+def keys_at_once(query: Tensor, key: Tensor) -> int:
+    """So many keys, or as many as there are rows more, take little memory for the gradients of all query heads."""
+    batch, heads, rows, width = query.shape
+    if heads == key.shape[1]:
+        return key.shape[2]
+    row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
+    return max(EXPANDED // row_bytes, rows)
 
 
 def _efficient_backward(
@@ -180,7 +186,7 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = key.shape[1]
     key, value = (for_all_heads(item, query) for item in (key, value))
-    bias, lse = _readable_bias(bias, query, key), _readable_lse(lse)
+    bias, lse = _readable_bias(bias, query, key), readable_lse(lse)
     out = layouts.by_rows(out)  # kernel_backward.h: o_strideM() is heads * width, whatever the strides are
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     wanted = [True, True, True, False]
@@ -203,6 +209,6 @@ def _readable_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | 
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
 
 
-def _readable_lse(lse: Tensor) -> Tensor:
+def readable_lse(lse: Tensor) -> Tensor:
     """With the rows that are read beyond the last (mma_from_smem.h: accumApplyLSEToSmem): they weigh nothing."""
     return layouts.aligned(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))

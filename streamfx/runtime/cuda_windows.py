@@ -1,10 +1,11 @@
-"""Attention in a window on CUDA: one call of flash attention, which hides the keys outside of it, instead of one with a bias.
+"""Attention in a window on CUDA: one call of a kernel that hides the keys outside of it, instead of one with a bias.
 
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
 The place in PyTorch's sources, under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
 `window_size_left` and `window_size_right`, and mask.h aligns them at the last row and key. No result of theirs was seen by us, so
-a device's kernels are tried once on numbers that are known, and where they refuse or differ a bias stands for the window.
+a device's kernels are tried once on numbers that are known, and where they refuse or differ a bias stands for the window. What
+flash attention does not take is left to `cuda_last.py`, without a window, too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, layouts, plain_attention
+from streamfx.runtime import cuda_attention, cuda_last, layouts, plain_attention, trials
 from streamfx.runtime.plain_attention import Causal, Last
 
 aten = torch.ops.aten
-CLOSE = 0.03  # of the largest number: half types have three digits, or two
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)")
@@ -32,10 +32,10 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` gives them, of windows too."""
-    left = _left(causal, key)
+    left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.forward(query, key, value, bias, causal, scale)
-    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    query, key, value, scale = _readable(query, key, value, scale)
     out, lse = ATTENTION_WINDOW(query, key, value, left=left, scale=scale)
     return out, lse
 
@@ -52,22 +52,41 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    left = _left(causal, key)
+    left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
-    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    query, key, value, scale = _readable(query, key, value, scale)
     gradient, out = cuda_attention.readable_results(gradient, out, query)
     dq, dk, dv = ATTENTION_WINDOW_BACKWARD(gradient, query, key, value, out, lse, left=left, scale=scale)
     return dq, dk, dv
 
 
-def _left(causal: Causal, key: Tensor) -> int | None:
-    """How many keys before its own a row sees, if not all."""
-    return min(causal.left, key.shape[2]) if isinstance(causal, Last) and causal.left is not None else None
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: Last) -> bool:
+    """Whether queries at the end of their keys take one call; a window that flash attention does not hide is a bias."""
+    return cuda_attention.takes_flash(query, value, scale) or cuda_last.takes(query, scale, last)
+
+
+def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
+    """How many keys before its own a row sees, if not all; all of them, too, where flash attention does not take them."""
+    if not isinstance(causal, Last):
+        return None
+    if causal.left is not None:
+        return min(causal.left, key.shape[2])
+    return None if cuda_attention.takes_flash(query, value, scale) else key.shape[2]
+
+
+def _readable(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """With keys for all heads, where flash attention does not take them."""
+    query, key, value, scale = cuda_attention.readable(query, key, value, scale)
+    if not cuda_attention.takes_flash(query, value, scale):
+        key, value = (plain_attention.for_all_heads(item, query) for item in (key, value))
+    return query, key, value, scale
 
 
 @torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    if not cuda_attention.takes_flash(query, value, scale):
+        return cuda_last.forward(query, key, value, left, scale)
     if hides(query.device, query.dtype, query.shape[3]):
         return _flash(query, key, value, left, scale)
     bias = plain_attention.triangle(query, key, Last(left))
@@ -86,6 +105,8 @@ def _backward(
     left: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not cuda_attention.takes_flash(query, value, scale):
+        return cuda_last.backward(grad_out, query, key, value, out, logsumexp, left, scale)
     if hides(query.device, query.dtype, query.shape[3]):
         return _flash_backward(grad_out, query, key, value, out, logsumexp, left, scale)
     bias = plain_attention.triangle(query, key, Last(left))
@@ -95,27 +116,12 @@ def _backward(
 @lru_cache
 def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
-    query, key, value, gradient = (_known(device, dtype, *shape, width) for shape in ((2, 7), (1, 12), (1, 12), (2, 7)))
-    try:
-        out, lse = _flash(query, key, value, 3, None)
-        found = (out, lse, *_flash_backward(gradient, query, key, value, out, lse, 3, None))
-    except RuntimeError:  # the build has no windows
-        return False
-    result = plain_attention.forward(query, key, value, None, Last(3), None)
-    gradients = plain_attention.backward(gradient, query, key, value, *result, None, Last(3), None)
-    return all(map(_is_close, found, (*result, *gradients)))
-
-
-def _known(device: torch.device, dtype: torch.dtype, heads: int, rows: int, width: int) -> Tensor:
-    """Numbers that no generator is asked for."""
-    return torch.arange(heads * rows * width, device=device, dtype=torch.float32).mul_(heads + 0.7).sin_().view(
-        1, heads, rows, width
-    ).to(dtype)  # fmt: skip
-
-
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    found, wanted = found.float(), wanted.float()
-    return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+    return trials.agree(
+        lambda q, k, v: _flash(q, k, v, 3, None),
+        lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
+        Last(3),
+        trials.Sizes(device, dtype, (2, 7), (1, 12), width),
+    )
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -142,7 +148,8 @@ def _flash_backward(
 @torch.library.register_fake("streamfx::attention_window", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
     by_rows = query.transpose(1, 2)
-    return torch.empty_like(by_rows).transpose(1, 2), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = by_rows.new_empty(*by_rows.shape[:-1], value.shape[3]).transpose(1, 2)
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("streamfx::attention_window_backward", lib=_library)  # type: ignore[untyped-decorator]

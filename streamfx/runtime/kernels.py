@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, cuda_windows, layouts, plain_attention
+from streamfx.runtime import cuda_attention, cuda_documents, cuda_windows, layouts, plain_attention
 from streamfx.runtime.device_kinds import kind_of
-from streamfx.runtime.plain_attention import Causal
+from streamfx.runtime.plain_attention import Causal, Last
 
 aten = torch.ops.aten
 Result: TypeAlias = "tuple[Tensor, Tensor]"
@@ -26,21 +26,23 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 class Kernels(NamedTuple):
     """One device's: (q, k, v, bias, causal, scale), and the same with (gradient, ..., out, lse, ...), for some types.
 
-    `aligns_last` (q, k, v, scale): whether `causal` may be LAST. `are_there` (q): whether this device has them for q's type.
+    `aligns_last` (q, k, v, scale, last): whether `causal` may be that; `takes_documents` (q, k, v, scale), whether documents.
+    `are_there` (q): whether this device has them for q's type.
     """
 
     types: Collection[torch.dtype]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
-    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+    aligns_last: Callable[[Tensor, Tensor, Tensor, float | None, Last], bool] = lambda *_: False
     are_there: Callable[[Tensor], bool] = lambda _: True
+    takes_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     """Result [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     With `causal`, query i sees keys 0 .. i, however many there are; with LAST, which not all kernels take, as many fewer than all
-    as there are queries after it; with `Last(left)` no more than so many before the last of these.
+    as there are queries after it; with `Last(left)` no more than so many before the last of these. `Documents` are seen apart.
     """
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by their numbers
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
@@ -75,9 +77,14 @@ def backward(
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
-def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: Last) -> bool:
     """Whether queries at the end of their keys take one call."""
-    return _kernels(query).aligns_last(query, key, value, scale)
+    return _kernels(query).aligns_last(query, key, value, scale, last)
+
+
+def takes_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether all documents of a chunk take one call."""
+    return _kernels(query).takes_documents(query, key, value, scale)
 
 
 def _kernels(query: Tensor) -> Kernels:
@@ -145,10 +152,11 @@ KERNELS = {
     "cpu": Kernels((torch.float64, torch.float32, torch.float16, torch.bfloat16), _cpu_forward, _cpu_backward),
     "cuda": Kernels(
         cuda_attention.TYPES,
-        cuda_windows.forward,
-        cuda_windows.backward,
-        cuda_attention.aligns_last,
+        cuda_documents.forward,
+        cuda_documents.backward,
+        cuda_windows.aligns_last,
         cuda_attention.are_there,
+        cuda_documents.takes,
     ),
 }
 PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)

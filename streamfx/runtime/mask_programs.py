@@ -42,8 +42,9 @@ class Looks:
         """Of tensors the memory is kept, not the tensor, which may be a view of what these looks hang on."""
         self._seen[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
 
-    def pieces(self, key: Hashable, *sizes: int) -> tuple[Piece, ...] | None:
+    def pieces(self, key: Hashable, batch: int, rows: int, keys: int, packs: bool) -> tuple[Piece, ...] | None:
         """What rows see, of so many sequences, rows and keys; None where nobody has looked."""
+        sizes = (batch, rows, keys, packs)
         found = self._pieces.get((key, sizes))
         if found is None and key in self._seen:
             found = self._pieces[key, sizes] = pieces_in(self._seen[key][0], *sizes)
@@ -91,19 +92,19 @@ class MaskProgram(nn.Module):
         """Itself: AOTAutograd compiles a copy of the backward half, which is to find what the forward half has found."""
         return self
 
-    def pieces(self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool) -> tuple[Piece, ...] | None:
+    def pieces(self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool, packs: bool) -> tuple[Piece, ...] | None:
         """What the chunk's rows see, where the mask is the same for all heads; else None."""
         key = self._identity(mask.inputs, finite_hides)
-        known = None if key is None else mask.looks.pieces(key, batch, rows, keys)
+        known = None if key is None else mask.looks.pieces(key, batch, rows, keys, packs)
         if known is not None:
             return known
         dense = mask.dense()
         if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
             return None
         if key is None:
-            return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides)
+            return pieces_of(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides, packs)
         self._look(mask, key, finite_hides)
-        return mask.looks.pieces(key, batch, rows, keys)
+        return mask.looks.pieces(key, batch, rows, keys, packs)
 
     def _look(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
         """Look at the masks of all chunks of the loop at once: see NOTE [One look for all chunks]."""
@@ -149,9 +150,9 @@ class Mask:
             self._dense = self.program.dense(self.inputs)
         return self._dense
 
-    def pieces(self, rows: int, keys: int, batch: int, finite_hides: bool) -> tuple[Piece, ...]:
-        """What the chunk's rows see of its keys."""
-        found = self.program.pieces(self, batch, rows, keys, finite_hides) if batch and rows > 0 and keys > 0 else None
+    def pieces(self, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool = False) -> tuple[Piece, ...]:
+        """What the chunk's rows see of its keys; `packs`: documents that lie one after the other are one piece."""
+        found = self.program.pieces(self, batch, rows, keys, finite_hides, packs) if batch and rows > 0 and keys > 0 else None
         if found is None:
             return (Piece(Kind.MIXED, (0, rows), (0, keys), (0, batch)),)
         if all(piece.kind is not Kind.MIXED for piece in found):

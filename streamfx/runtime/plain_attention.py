@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import torch
@@ -16,8 +17,20 @@ class Last:
     left: int | None = None
 
 
+@dataclass(frozen=True)
+class Documents:
+    """Rows and keys of documents that lie one after the other: rows `rows[i] .. rows[i + 1]` see keys `keys[i] .. keys[i + 1]`:
+    all of them or, where it is `causal`, as they do with `Last(left)` if there are no others.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool = True
+    left: int | None = None
+
+
 LAST: Final = Last()
-Causal: TypeAlias = bool | Last
+Causal: TypeAlias = bool | Last | Documents
 """Whether later keys are hidden: with True query i sees keys 0 .. i; with LAST the last query sees all, as the last rows do."""
 
 
@@ -59,12 +72,22 @@ def _wide(*items: Tensor) -> list[Tensor]:
 
 
 def triangle(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
-    """A bias that hides later keys, and those before a window."""
+    """A bias that hides later keys, those before a window, and those of other documents."""
+    if isinstance(causal, Documents):
+        return _documents(query, causal)
     past = key.shape[2] - query.shape[2] if isinstance(causal, Last) else 0
     hidden = query.new_full((query.shape[2], key.shape[2]), float("-inf"))
     bias = hidden.triu(1 + past)
     if isinstance(causal, Last) and causal.left is not None:
         bias = bias + hidden.tril(past - causal.left - 1)
+    return bias.expand(1, 1, -1, -1)
+
+
+def _documents(query: Tensor, seen: Documents) -> Tensor:
+    bias = query.new_full((seen.rows[-1], seen.keys[-1]), float("-inf"))
+    for (start, stop), (first, end) in zip(pairwise(seen.rows), pairwise(seen.keys), strict=True):
+        own, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
+        bias[start:stop, first:end] = triangle(own, keys, Last(seen.left)) if seen.causal else 0.0
     return bias.expand(1, 1, -1, -1)
 
 

@@ -2,6 +2,7 @@
 
 Padding and packed documents leave each row an interval of keys. Rows that share an interval see it in full; rows whose intervals
 start together and grow by a key from row to row see causally. What is neither keeps its mask, cut to the keys that it leaves.
+Where a kernel takes many documents in one call, those that lie one after the other are one piece (see `documents.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.ranges import INFINITY, SEEN_HALF, SWAMPED_BY, SWAMPS, SWAMPS_HALF
+from streamfx.runtime.documents import Row, documents_in
+from streamfx.runtime.plain_attention import Documents
 
 LEAST_ROWS = 16  # neighbouring pieces of fewer rows are one call with a mask: kernels take longer to start than to run
 
@@ -25,6 +28,7 @@ INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (SWAMPED_BY, SWAMPS), (S
 class Kind(Enum):
     FULL = "full"  # each row sees all keys
     CAUSAL = "causal"  # the last row sees all keys, each row before it one less
+    PACKED = "packed"  # what their documents say
     MIXED = "mixed"  # what the mask says
 
 
@@ -36,6 +40,7 @@ class Piece:
     rows: tuple[int, int]
     keys: tuple[int, int]
     batch: tuple[int, int] = (0, 1)
+    documents: Documents | None = None  # of rows and keys of the piece
 
     @property
     def count(self) -> int:
@@ -52,14 +57,14 @@ class Seen:
     keys: int
 
 
-def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True) -> tuple[Piece, ...]:
+def pieces_of(mask: Tensor, batch: int, finite_hides: bool = True, packs: bool = False) -> tuple[Piece, ...]:
     """What a mask [b m n], which is added to the scores of all heads, lets each row see; b is `batch` or 1."""
-    return pieces_in(Seen(numbers_of(mask, finite_hides), mask.shape[2]), batch, *mask.shape[1:])
+    return pieces_in(Seen(numbers_of(mask, finite_hides), mask.shape[2]), batch, mask.shape[1], mask.shape[2], packs)
 
 
-def pieces_in(seen: Seen, batch: int, rows: int, keys: int) -> tuple[Piece, ...]:
-    """The pieces of so many rows and keys."""
-    found = [tuple(_pieces(own if len(own) == rows else own * rows)) for own in _intervals(seen, keys)]
+def pieces_in(seen: Seen, batch: int, rows: int, keys: int, packs: bool) -> tuple[Piece, ...]:
+    """The pieces of so many rows and keys; `packs`: documents that lie one after the other are one."""
+    found = [tuple(_pieces(own if len(own) == rows else own * rows, packs)) for own in _intervals(seen, keys)]
     if len(found) == 1:
         return tuple(replace(piece, batch=(0, batch)) for piece in found[0])
     together: list[Piece] = []
@@ -67,15 +72,6 @@ def pieces_in(seen: Seen, batch: int, rows: int, keys: int) -> tuple[Piece, ...]
         members = list(group)
         together.extend(replace(piece, batch=(members[0], members[-1] + 1)) for piece in pieces)
     return tuple(together)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The keys [first, stop) outside of which a row sees nothing; `solid` if it sees all of them, with nothing added."""
-
-    first: int
-    stop: int
-    solid: bool
 
 
 def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
@@ -95,16 +91,16 @@ def numbers_of(mask: Tensor, finite_hides: bool) -> Tensor:
     return torch.stack((first, stop, (plain & some & (count == stop - first)).long()), -1).int()
 
 
-def _intervals(seen: Seen, keys: int) -> list[list[_Row]]:
+def _intervals(seen: Seen, keys: int) -> list[list[Row]]:
     """For each sequence its rows."""
     spread = seen.keys != keys  # one key stands for all
-    return [[_Row(first, keys if spread else stop, bool(solid)) for first, stop, solid in rows] for rows in seen.numbers.tolist()]
+    return [[Row(first, keys if spread else stop, bool(solid)) for first, stop, solid in rows] for rows in seen.numbers.tolist()]
 
 
-def _pieces(rows: Sequence[_Row]) -> Iterator[Piece]:
+def _pieces(rows: Sequence[Row], packs: bool) -> Iterator[Piece]:
     """Long runs of rows that see alike, and masked pieces of what lies between them."""
-    runs = list(_runs(rows))
-    for is_short, group in groupby(runs, key=lambda piece: piece.kind is Kind.MIXED or piece.count < LEAST_ROWS):
+    runs = list(_packed(rows) if packs else _runs(rows, 0, len(rows)))
+    for is_short, group in groupby(runs, key=_is_short):
         members = list(group)
         if not is_short or (len(members) == 1 and members[0].kind is not Kind.MIXED):
             yield from members
@@ -114,12 +110,25 @@ def _pieces(rows: Sequence[_Row]) -> Iterator[Piece]:
         yield Piece(Kind.MIXED, (inside.start, inside.stop), keys)
 
 
-def _runs(rows: Sequence[_Row]) -> Iterator[Piece]:
+def _is_short(piece: Piece) -> bool:
+    return piece.kind is Kind.MIXED or (piece.kind is not Kind.PACKED and piece.count < LEAST_ROWS)
+
+
+def _packed(rows: Sequence[Row]) -> Iterator[Piece]:
+    """Documents, and the runs between them."""
     start = 0
-    while start < len(rows):
+    for own, keys, documents in documents_in(rows, LEAST_ROWS):
+        yield from _runs(rows, start, own[0])
+        yield Piece(Kind.PACKED, own, keys, documents=documents)
+        start = own[1]
+    yield from _runs(rows, start, len(rows))
+
+
+def _runs(rows: Sequence[Row], start: int, end: int) -> Iterator[Piece]:
+    while start < end:
         row, stop = rows[start], start + 1
-        grows = stop < len(rows) and rows[stop].stop == row.stop + 1
-        while row.solid and stop < len(rows) and rows[stop] == _Row(row.first, row.stop + grows * (stop - start), True):
+        grows = stop < end and rows[stop].stop == row.stop + 1
+        while row.solid and stop < end and rows[stop] == Row(row.first, row.stop + grows * (stop - start), True):
             stop += 1
         kind = Kind.CAUSAL if grows and stop > start + 1 else Kind.FULL
         yield Piece(kind if row.solid else Kind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))

@@ -18,9 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.runtime import cuda_attention, kernels
-
-HALF = {torch.float16, torch.bfloat16}
-SINGLE = {torch.float32}
+from tests.support import cuda_documents
+from tests.support.cuda_reading import (
+    HALF,
+    SINGLE,
+    by_rows,
+    check_heads,
+    gradients,
+    is_aligned,
+    like,
+    lse_type,
+    plain,
+    read,
+)
 
 
 @contextmanager
@@ -42,91 +52,12 @@ def in_their_place(half: bool) -> Iterator[None]:
             library._destroy()
 
 
-# -- the arithmetic
-
-
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool = False, left: int = -1
-) -> tuple[Any, Any]:
-    """Result and log-sum-exp, in the latter's precision; `last` aligns the causal mask at the last row and key, and a window that
-    shows `left` keys before each row's own, if that is not negative.
-    """
-    given = q.dtype
-    q, k, v = (item.to(_lse_type(q)) for item in (q, k, v))
-    k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
-    scores = _scores(q, k, bias, causal, scale, last, left)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v).to(given), lse
-
-
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None, last: bool, left: int = -1) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if bias is None else scores + bias
-    if not causal:
-        return scores
-    past, all_pairs = (k.shape[2] - q.shape[2]) * last, torch.ones_like(scores, dtype=torch.bool)
-    hidden = all_pairs.triu(1 + past)
-    hidden = hidden | all_pairs.tril(past - left - 1) if left >= 0 else hidden
-    return scores.masked_fill(hidden, float("-inf"))
-
-
-def _gradients(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: Any, last: bool = False,
-    left: int = -1,
-) -> Any:  # fmt: skip
-    given = q.dtype
-    g, q, k, v, out = (item.to(_lse_type(q)) for item in (g, q, k, v, out))
-    groups, each = k.shape[1], q.shape[1] // k.shape[1]
-    key, value = (item.repeat_interleave(each, 1) for item in (k, v))
-    weights = (_scores(q, key, bias, causal, scale, last, left) - lse.unsqueeze(-1)).exp()
-    inner = weights * (g @ value.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
-    inner = inner * (q.shape[-1] ** -0.5 if scale is None else scale)
-    dk, dv = inner.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
-    dk, dv = (item.unflatten(1, (groups, each)).sum(2) for item in (dk, dv))
-    return (inner @ key).to(given), dk.to(given), dv.to(given)
-
-
-# -- how kernels read and write
-
-
-def _read(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """What lies at a tensor's pointer."""
-    return tensor.as_strided(shape, strides, tensor.storage_offset())
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """at::empty_like of a tensor [b h m d] that is passed as [b m h d]: with the tensor's own layout, if it is dense."""
-    return torch.empty_like(tensor.transpose(1, 2)).copy_(values.transpose(1, 2)).transpose(1, 2)
-
-
-def _by_rows(values: Tensor) -> Tensor:
-    """at::empty of [b m h d]."""
-    return values.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, types: set[torch.dtype], alignment: int) -> None:
-    assert q.dtype in types and k.dtype == v.dtype == q.dtype
-    assert q.shape[0] == k.shape[0] == v.shape[0] and q.shape[3] == k.shape[3] and k.shape[1:3] == v.shape[1:3]
-    for item in (q, k, v):
-        assert item.stride(-1) == 1, "last dimension must be contiguous"
-        assert item.shape[-1] % alignment == 0 and all(stride % alignment == 0 for stride in item.stride()[:-1])
-        assert _is_aligned(item, alignment)
-
-
-def _is_aligned(tensor: Tensor, alignment: int) -> bool:
-    return tensor.data_ptr() % (alignment * tensor.element_size()) == 0
-
-
-def _lse_type(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)  # lse_scalar_t is float in all kernels
-
-
 # -- flash attention
 
 
 def _check_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float | None) -> bool:
     """Whether there is a causal mask. flash_attn/flash_api.cpp: mha_fwd, mha_bwd; kernel_traits.h: loads of 16 bytes."""
-    _check_heads(q, k, v, HALF, 8)
+    check_heads(q, k, v, HALF, 8)
     assert q.shape[3] == v.shape[3] <= 256 and q.shape[1] % k.shape[1] == 0
     assert q.numel() and k.numel() and dropout == 0
     # flash_attn/softmax.h: scale_apply_exp2 takes the greatest score before they are scaled: it has to stay the greatest
@@ -141,7 +72,7 @@ def flash(
     out, lse = plain(q, k, v, None, causal, scale, last=True)  # flash_attn/mask.h: aligned at the last row
     # mha_fwd: rng_state and _unused; out = empty_like(q)
     state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
-    return _like(q, out), lse.contiguous(), None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
+    return like(q, out), lse.contiguous(), None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
 
 
 def flash_backward(
@@ -160,13 +91,13 @@ def _flash_gradients(
     assert (seed.dtype, tuple(seed.shape), offset.dtype, tuple(offset.shape)) == (torch.uint64, (2,), torch.uint64, ())
     # mha_bwd: CHECK_SHAPE(out), CHECK_SHAPE(dout), their types; attention_backward.cu: both are made contiguous
     assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
-    assert _is_aligned(g.contiguous(), 8) and _is_aligned(out.contiguous(), 8)
+    assert is_aligned(g.contiguous(), 8) and is_aligned(out.contiguous(), 8)
     # mha_bwd: softmax_lse.data_ptr(), of [b h m] floats one after another, with neither type nor strides looked at
     b, h, m = q.shape[:3]
-    assert lse.dtype == _lse_type(q) and lse.device == q.device
-    lse = _read(lse, (b, h, m), (h * m, m, 1))
-    dq, dk, dv = _gradients(g, q, k, v, out, lse, None, causal, scale, last=True, left=left)
-    return _like(q, dq), _like(k, dk), _like(v, dv)  # mha_bwd: empty_like
+    assert lse.dtype == lse_type(q) and lse.device == q.device
+    lse = read(lse, (b, h, m), (h * m, m, 1))
+    dq, dk, dv = gradients(g, q, k, v, out, lse, None, causal, scale, last=True, left=left)
+    return like(q, dq), like(k, dk), like(v, dv)  # mha_bwd: empty_like
 
 
 def _seen_left(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: Any, left: Any, right: Any) -> int:
@@ -181,13 +112,17 @@ def flash_window(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int, dropout: float, causal: bool, debug: bool, *,
     scale: Any = None, window_size_left: Any = None, window_size_right: Any = None,
 ) -> Any:  # fmt: skip
-    """attention.cu: _flash_attention_forward, of [b m h d]."""
+    """attention.cu: _flash_attention_forward, of [b m h d], or of documents."""
+    if ends_q is not None:
+        ends = cuda_documents.checked_ends(q, k, ends_q, ends_k, rows, keys)
+        assert not causal and not debug and dropout == 0
+        return cuda_documents.flash(q, k, v, *ends, scale, window_size_left, window_size_right)
     q, k, v = (item.transpose(1, 2) for item in (q, k, v))
     left = _seen_left(q, k, v, dropout, causal, scale, window_size_left, window_size_right)
     assert ends_q is None and ends_k is None and (rows, keys) == (q.shape[2], k.shape[2]) and not debug
     out, lse = plain(q, k, v, None, True, scale, last=True, left=left)
     state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
-    return _like(q, out).transpose(1, 2), lse.contiguous(), state, unused, q.new_empty(0)
+    return like(q, out).transpose(1, 2), lse.contiguous(), state, unused, q.new_empty(0)
 
 
 def flash_window_backward(
@@ -195,7 +130,12 @@ def flash_window_backward(
     dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: Any = None,
     window_size_left: Any = None, window_size_right: Any = None,
 ) -> Any:  # fmt: skip
-    """attention_backward.cu: _flash_attention_backward, of [b m h d]."""
+    """attention_backward.cu: _flash_attention_backward, of [b m h d], or of documents."""
+    if ends_q is not None:
+        ends = cuda_documents.checked_ends(q, k, ends_q, ends_k, rows, keys)
+        assert not causal and dropout == 0
+        window = window_size_left, window_size_right
+        return cuda_documents.flash_backward(g, q, k, v, out, lse, *ends, seed, offset, scale, *window)
     g, q, k, v, out = (item.transpose(1, 2) for item in (g, q, k, v, out))
     left = _seen_left(q, k, v, dropout, causal, scale, window_size_left, window_size_right)
     made = _flash_gradients(g, q, k, v, out, lse, ends_q, ends_k, rows, keys, True, seed, offset, scale, left)
@@ -212,7 +152,7 @@ def _alignment(q: Tensor) -> int:
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     """attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h: check_supported."""
-    _check_heads(q, k, v, HALF | SINGLE, _alignment(q))  # gemm_kernel_utils.h: DISPATCH_TYPES
+    check_heads(q, k, v, HALF | SINGLE, _alignment(q))  # gemm_kernel_utils.h: DISPATCH_TYPES
     assert q.shape[1] == k.shape[1] and dropout == 0
     assert q.numel() and k.numel()  # kernel_backward.h: num_queries > 0, num_keys > 0
 
@@ -224,10 +164,10 @@ def _check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
     assert tuple(bias.shape) == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype and bias.stride(-1) == 1
     for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True):
         assert size <= 1 or stride % _alignment(q) == 0, "attn_bias is not correctly aligned"
-    assert _is_aligned(bias, _alignment(q))  # transform/tile_smem_loader.h: loads of 16 bytes
+    assert is_aligned(bias, _alignment(q))  # transform/tile_smem_loader.h: loads of 16 bytes
     # kernel_backward.h: MatmulQK::BiasLoader; the load of the last keys brings what lies behind them, which is added as well
     whole = -(-k.shape[2] // _alignment(q)) * _alignment(q)
-    behind = _read(bias, (*bias.shape[:3], whole), bias.stride())[..., k.shape[2] :]
+    behind = read(bias, (*bias.shape[:3], whole), bias.stride())[..., k.shape[2] :]
     assert bool(behind.isfinite().all())
 
 
@@ -240,7 +180,7 @@ def efficient(
     assert with_lse
     out, lse = plain(q, k, v, bias, causal, scale)  # attention.cu: CausalFromTopLeft
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # kernel_forward.h: kAlignLSE
-    return _by_rows(out), lse, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    return by_rows(out), lse, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
 
 
 def efficient_backward(
@@ -252,10 +192,52 @@ def efficient_backward(
     assert wanted == [True, True, True, False]
     # attention_backward.cu: grad_out and out are taken for what query is, whatever their types; grad_out is made contiguous
     assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
-    assert _is_aligned(g.contiguous(), _alignment(q)) and _is_aligned(out, _alignment(q))
+    assert is_aligned(g.contiguous(), _alignment(q)) and is_aligned(out, _alignment(q))
     rows = _rows_of_lse(lse, q)
-    dq, dk, dv = _gradients(g, q, k, v, _out_as_read(out), rows, bias, causal, scale)
-    return _by_rows(dq), _by_rows(dk), _by_rows(dv), None  # attention_backward.cu: at::empty(query.sizes())
+    dq, dk, dv = gradients(g, q, k, v, _out_as_read(out), rows, bias, causal, scale)
+    return by_rows(dq), by_rows(dk), by_rows(dv), None  # attention_backward.cu: at::empty(query.sizes())
+
+
+BOTTOM_RIGHT = 2  # kernel_forward.h: CustomMaskType
+
+
+def _window_of(mask_type: int, window: int | None) -> int:
+    """How many keys before its own a row sees, or -1. kernel_forward.h: attention_kernel counts a row's own key."""
+    assert mask_type == BOTTOM_RIGHT and (window is None or window > 0)
+    return -1 if window is None else window - 1
+
+
+def efficient_last(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, ends_q: Any, ends_k: Any, rows: Any, keys: Any, dropout: float, mask_type: int,
+    with_lse: bool = False, *, scale: Any = None, seqlen_k: Any = None, window_size: int | None = None,
+) -> Any:  # fmt: skip
+    """attention.cu: _efficient_attention_forward, of [b m h d]."""
+    left = _window_of(mask_type, window_size)
+    assert bias is None and ends_q is None and ends_k is None and rows is None and keys is None and with_lse
+    heads = [item.transpose(1, 2) for item in (q, k, v)]
+    _check_efficient(heads[0], heads[1], heads[2], dropout)
+    assert q.shape[1] <= k.shape[1] and (scale is None or scale > 0)  # kernel_forward.h: iterative_softmax
+    out, lse = plain(heads[0], heads[1], heads[2], None, True, scale, last=True, left=left)
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # kernel_forward.h: kAlignLSE
+    seed = torch.zeros((), dtype=torch.int64)
+    return by_rows(out).transpose(1, 2), lse, seed, seed.clone(), q.shape[1], k.shape[1]
+
+
+def efficient_last_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, ends_q: Any, ends_k: Any, rows: int, keys: int,
+    lse: Tensor, dropout: float, seed: Tensor, offset: Tensor, mask_type: int, bias_grad: bool, *, scale: Any = None,
+    num_splits_key: Any = None, window_size: int | None = None, shared_storage_dqdkdv: bool = False,
+) -> Any:  # fmt: skip
+    """attention_backward.cu: _efficient_attention_backward, of [b m h d]."""
+    left = _window_of(mask_type, window_size)
+    assert bias is None and ends_q is None and ends_k is None and not bias_grad and (rows, keys) == (q.shape[1], k.shape[1])
+    g, q, k, v, out = (item.transpose(1, 2) for item in (g, q, k, v, out))
+    _check_efficient(q, k, v, dropout)
+    assert g.shape == out.shape == (*q.shape[:3], v.shape[3]) and g.dtype == out.dtype == q.dtype
+    assert is_aligned(g.transpose(1, 2).contiguous(), _alignment(q)) and is_aligned(out, _alignment(q))
+    made = gradients(g, q, k, v, _out_as_read(out), _rows_of_lse(lse, q), None, True, scale, last=True, left=left)
+    dq, dk, dv = (by_rows(item).transpose(1, 2) for item in made)  # attention_backward.cu: at::empty(query.sizes())
+    return dq, dk, dv, None
 
 
 def _out_as_read(out: Tensor) -> Tensor:
@@ -264,20 +246,20 @@ def _out_as_read(out: Tensor) -> Tensor:
     if out.dtype not in HALF:
         return out
     b, h, m, e = out.shape
-    return _read(out, (b, h, m, e), (out.stride(0), out.stride(1), h * e, 1))
+    return read(out, (b, h, m, e), (out.stride(0), out.stride(1), h * e, 1))
 
 
 def _rows_of_lse(lse: Tensor, q: Tensor) -> Tensor:
     """mma_from_smem.h: accumApplyLSEToSmem reads rows up to a multiple of 32, with the strides of batch and head."""
     b, h, m = q.shape[:3]
-    assert lse.dtype == _lse_type(q)  # attention_backward.cu: a pointer to floats
+    assert lse.dtype == lse_type(q)  # attention_backward.cu: a pointer to floats
     assert h <= 1 or lse.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)"  # kernel_backward.h: check_supported
     assert b <= 1 or lse.stride(0) % 8 == 0, "LSE is not correctly aligned (strideB)"
-    assert _is_aligned(lse, 4)
-    read = _read(lse, (b, h, -(-m // 32) * 32), (lse.stride(0), lse.stride(1), 1))
+    assert is_aligned(lse, 4)
+    seen = read(lse, (b, h, -(-m // 32) * 32), (lse.stride(0), lse.stride(1), 1))
     # kernel_forward.h: "we pad logsumexp with inf, this avoids a few bound checks"
-    assert bool((read[:, :, m:] == float("inf")).all())
-    return read[:, :, :m]
+    assert bool((seen[:, :, m:] == float("inf")).all())
+    return seen[:, :, :m]
 
 
 # -- cuDNN: what eager calls; streamfx calls one of the two above instead
@@ -297,7 +279,7 @@ def cudnn(
     out, lse = plain(q, k, v, bias, causal, scale)
     state = torch.empty((), dtype=torch.int64)
     # MHA.cpp: run_cudnn_SDP_fprop, alloc_with_matching_layout
-    return _like(q, out), lse, None, None, q.shape[2], k.shape[2], state, state.clone(), q.new_empty(0)
+    return like(q, out), lse, None, None, q.shape[2], k.shape[2], state, state.clone(), q.new_empty(0)
 
 
 def cudnn_backward(
@@ -305,7 +287,7 @@ def cudnn_backward(
     ends_q: Any, ends_k: Any, rows: int, keys: int, dropout: float, causal: bool, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _check_cudnn(q, k, v, dropout)
-    dq, dk, dv = _gradients(g, q, k, v, out, lse, bias, causal, scale)
+    dq, dk, dv = gradients(g, q, k, v, out, lse, bias, causal, scale)
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
@@ -316,6 +298,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_flash_attention_forward": flash_window,
     "_flash_attention_backward": flash_window_backward,
+    "_efficient_attention_forward": efficient_last,
+    "_efficient_attention_backward": efficient_last_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
 }

@@ -22,7 +22,11 @@ from streamfx.ir.facts import known
 from streamfx.ir.program import Kept
 from streamfx.planner.models import configuration, language_model, loss_of
 from streamfx.runtime import kernels, plain_attention
+from streamfx.runtime.cuda_attention import takes_flash
 from streamfx.runtime.loop import Loop
+from streamfx.runtime.mask_programs import Mask
+from streamfx.runtime.plain_attention import Documents
+from streamfx.runtime.visible import Kind, Piece
 from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
 from tests.support.flash_package import for_transformers
@@ -30,7 +34,7 @@ from tests.support.flash_package import for_transformers
 DOCUMENTS = 5
 
 
-def model_of(source: Any, layers: int, attention: str | None) -> Any:
+def model_of(source: Any, layers: int, attention: str | None, dtype: str = "bfloat16") -> Any:
     """A language model of a real configuration, or of the given one, with fewer layers: one of each kind, where kinds differ."""
     config = configuration(source)
     config = getattr(config, "get_text_config", lambda: config)()
@@ -40,7 +44,7 @@ def model_of(source: Any, layers: int, attention: str | None) -> Any:
             config.layer_types = [*dict.fromkeys(config.layer_types), *config.layer_types][:layers]
     if attention is not None:
         config._attn_implementation = attention
-    return language_model(config, torch.bfloat16, "meta")
+    return language_model(config, getattr(torch, dtype), "meta")
 
 
 def inputs_of(given: str, batch: int, length: int) -> dict[str, Any]:
@@ -70,6 +74,18 @@ def known_numbers(given: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def known_documents(are_known: bool) -> Iterator[None]:
+    """What a mask's numbers would say of a chunk, were they there: that its rows are of two documents."""
+
+    def pieces(mask: Mask, rows: int, keys: int, batch: int, finite_hides: bool, packs: bool) -> tuple[Piece, ...]:
+        assert packs, "no kernel takes documents"
+        return (Piece(Kind.PACKED, (0, rows), (0, keys), (0, batch), Documents((0, rows // 2, rows), (0, keys // 2, keys))),)
+
+    with patch.object(Mask, "pieces", pieces) if are_known else nullcontext():
+        yield
+
+
+@contextmanager
 def noted_kernels() -> Iterator[Counter[str]]:
     """The attention kernels that programs call while they are followed."""
     found: Counter[str] = Counter()
@@ -79,8 +95,11 @@ def noted_kernels() -> Iterator[Counter[str]]:
         name = func.name() if hasattr(func, "name") else ""
         if name.startswith("aten::_scaled_dot_product"):
             found[name.removeprefix("aten::_scaled_dot_product_").removesuffix("_backward").removesuffix("_attention")] += 1
-        elif name.startswith("streamfx::attention_window"):
+        elif name.startswith("aten::_flash_attention"):
             found["flash"] += 1
+        elif name.startswith("streamfx::attention_window"):
+            query, _, value = others[0][-3:] if name.endswith("window") else others[0][1:4]
+            found["flash" if takes_flash(query, value, None) else "efficient, at the end"] += 1
         count(self, func, *others)
 
     def plain(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -99,13 +118,18 @@ def report(
     device: str = "h100",
     attention: str | None = None,
     given: str = "plain",
+    documents: bool = False,
+    dtype: str = "bfloat16",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`)."""
+    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`).
+
+    `documents`: the loops read of each mask that it is documents.
+    """
     card = Device(device)
     card.install()
     with for_transformers(), known_numbers(given):
-        step = loss_of(model_of(model, layers, attention))
+        step = loss_of(model_of(model, layers, attention, dtype))
         with FakeTensorMode():
             inputs = inputs_of(given, batch, length)
             found = _ends() if given == "positions" else False
@@ -115,7 +139,7 @@ def report(
         call = traced(packing.told(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False)
     explanation = Explanation(call)
     streamed = [graph.facts for graph in call.graphs if graph.facts.program is not None]  # others make masks, say
-    with noted_kernels() as called:
+    with noted_kernels() as called, known_documents(documents):
         costs: list[Cost] = explanation.costs
     return {
         "chosen": dict(Counter(card.chosen)),

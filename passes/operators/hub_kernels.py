@@ -1,0 +1,45 @@
+"""Attention of kernels that the `kernels` package loads from the hub: which are the flash-attn package's operators.
+
+A build of a kernel registers its operators in a namespace of its own: `_flash_attn2_cuda_8f3c1d2` is one of flash-attn2. Its file
+flash_attn_interface.py is that of the flash-attn package, and defines the same operators (kernels-community, version 4); a build
+whose operators take other arguments is not taken for it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from streamfx.torch_private import OpOverload
+
+PACKAGE = "flash_attn"
+BUILDS = re.compile(r"_flash_attn2(_\w+)?")
+OF_ATTENTION = re.compile(r"_\w*(attn|attention)\w*|flash_attn_\d")  # namespaces of builds, and of newer packages
+
+HEADS, HOW = "q k v", "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+ENDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SAVED, WRITTEN = f"dout {HEADS} out softmax_lse", "dq dk dv"
+ARGUMENTS = {
+    "_flash_attn_forward": f"{HEADS} {HOW} return_softmax",
+    "_flash_attn_varlen_forward": f"{HEADS} {ENDS} {HOW} return_softmax block_table leftpad_k seqused_k zero_tensors",
+    "_flash_attn_backward": f"{SAVED} {WRITTEN} {HOW} deterministic rng_state",
+    "_flash_attn_varlen_backward": f"{SAVED} {WRITTEN} {ENDS} {HOW} deterministic rng_state zero_tensors",
+}
+
+
+def name_of(target: Any) -> str | None:
+    """The name of an operator, in the package's namespace if it is one of the package's; None of what is no operator."""
+    if not isinstance(target, OpOverload):
+        return None
+    name = target._schema.name.partition("::")[2]
+    is_one = BUILDS.fullmatch(target.namespace) and [item.name for item in target._schema.arguments] == _arguments(name)
+    return f"{PACKAGE}::{name}" if is_one else target.name()
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an operator is of a kernel for attention, as its namespace has it: other implementations may be asked for."""
+    return isinstance(target, OpOverload) and OF_ATTENTION.fullmatch(target.namespace) is not None
+
+
+def _arguments(name: str) -> list[str]:
+    return ARGUMENTS.get(name, "").split()
