@@ -26,8 +26,8 @@ _turn = threading.Lock()  # held while something is measured
 
 
 TAKEN = (
-    "another profiler of torch's was opened inside of the block, and took this one's place: there can be one. Leave it out of the "
-    "block, or measure behind it"
+    "another profiler of torch's was opened inside of the block, and took this one's place: there can be one. Leave it out of "
+    "the block, or measure behind it"
 )
 ELSEWHERE = (
     "the step ran in another thread than the one that entered the block, and torch's profiler sees no other thread but "
@@ -142,7 +142,8 @@ def profile() -> Iterator[Profile]:
 
     A context manager around one step, better not the first, which compiles. It counts the bytes that allocators give and take
     (torch's profiler tells), those of the accelerator where there are any, else those of the host for tensors that are made in
-    the block, by the thread that entered it and by autograd's. On CUDA it waits for the device around each loop, so that a step takes a little longer than by itself.
+    the block, by the thread that entered it and by autograd's. On CUDA it waits for the device around each loop, so that a step
+    takes a little longer than by itself.
 
     Returns:
         A `Profile`, which is complete behind the block: it prints as a table, `to_perfetto(path)` writes it as a trace, and
