@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.tracing import Quiet, original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
@@ -45,7 +46,7 @@ def verify(
         The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
 
     Raises:
-        NotComparable: the call fails in eager, draws random numbers, or has no loss.
+        NotComparable: the call fails in eager, draws random numbers, has no loss, or computes nothing, as of an empty batch.
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
@@ -83,7 +84,11 @@ def verify(
         )
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
-    return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+    found = Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
+    if found.ok and found.says_nothing and (empty := empty_among((args, kwargs))):
+        nothing = f"{empty}, and the loss and all gradients are zero or not a number: nothing was compared"
+        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=nothing, do=DO)
+    return found
 
 
 @contextmanager
@@ -158,6 +163,11 @@ class Verification:
     def max_error(self) -> float:
         """The largest relative difference, of the loss or of any gradient."""
         return max([self.loss_error, *self.errors.values()])
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether eager's loss and all its gradients are zero, or not a number."""
+        return not any(math.isfinite(number) and number for number in (self.loss, *self.norms.values()))
 
     @property
     def ok(self) -> bool:

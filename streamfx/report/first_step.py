@@ -47,7 +47,7 @@ class Compiled:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
         cost = predicted(facts)
         kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
-        streams = how_many_stream(kinds) + (f" ({MORE})" if "whole" in kinds else "")
+        streams = how_many_stream(kinds, cost.streamed_share) + (f" ({MORE})" if "whole" in kinds else "")
         rows = sorted({loop.rows for loop in cost.loops.values()})
         chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
         return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"
