@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.arguments import refuse_unless, refusing
 from streamfx.cost.curve import Curve
 from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
@@ -18,7 +19,7 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
-from streamfx.errors import NotTraced
+from streamfx.errors import NotTraced, ReportError
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
@@ -29,6 +30,7 @@ from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.options import refuse_positional
 from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
@@ -44,6 +46,7 @@ OURS = "streamfx"
 CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.0f} us per operator"
 
 
+@refusing(NotTraced, "streamfx.explain(...)")
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
@@ -71,6 +74,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         (['streamed', 'streamed'], 0)
     """
     model = original(model)
+    refuse_positional(args, "streamfx.explain(...)")
     given, kwargs = options_among(model, options, kwargs, "streamfx.explain(...)")
     found = Explanation(traced(model, args, kwargs, given))
     if (empty := empty_among((args, kwargs))) and not flops_of_calls(found.costs):
@@ -231,6 +235,8 @@ class Explanation(Exports):
             >>> "def forward(" in found.print_readable(print_output=False)
             True
         """
+        asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
+        refuse_unless(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
         if print_output:

@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from streamfx.arguments import refusing
 from streamfx.errors import ProfileError
 from streamfx.report.brief import Priced
 from streamfx.report.measured import Measured, as_plain, measured, table_of
@@ -52,7 +53,36 @@ class Profile:
     def __init__(self) -> None:
         self._found: Measured | None = None
         self._graphs: list[Priced | None] = []
-        self._missing = "its block is still running, or has ended with an error"
+        self._missing = "its block was not entered"
+        self._measuring: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Profile:
+        if self._measuring is not None:
+            raise ProfileError("a step is to be measured", found="a profile that has measured one", do="make another: profile()")
+        measuring = self._measure()
+        measuring.__enter__()
+        self._measuring, self._missing = measuring, "its block is still running, or has ended with an error"
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._measuring is not None:
+            self._measuring.__exit__(*exception)
+
+    @contextmanager
+    def _measure(self) -> Iterator[None]:
+        _begin()
+        try:
+            watch = _Watch()
+            with allocations() as seen:
+                watching.by, begin = watch, watch.now()
+                try:
+                    yield
+                finally:
+                    watching.by, end = None, watch.now()
+            unseen = TAKEN if not seen.is_complete else ELSEWHERE if watch.is_elsewhere else ""
+            self._graphs, self._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen)
+        finally:
+            _turn.release()
 
     @property
     def measured(self) -> Measured:
@@ -136,8 +166,8 @@ class Profile:
         return "\n".join(table_of(self.measured, self.predicted_peak_bytes))
 
 
-@contextmanager
-def profile() -> Iterator[Profile]:
+@refusing(ProfileError, "streamfx.profile()")
+def profile() -> Profile:
     """Measure what a training step of a compiled model takes: bytes alive over time, and the seconds of each loop over chunks.
 
     A context manager around one step, better not the first, which compiles. It counts the bytes that allocators give and take
@@ -165,19 +195,7 @@ def profile() -> Iterator[Profile]:
         >>> profile.measured.loops[0].chunks
         4
     """
-    _begin()
-    try:
-        found, watch = Profile(), _Watch()
-        with allocations() as seen:
-            watching.by, begin = watch, watch.now()
-            try:
-                yield found
-            finally:
-                watching.by, end = None, watch.now()
-        unseen = TAKEN if not seen.is_complete else ELSEWHERE if watch.is_elsewhere else ""
-        found._graphs, found._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen)
-    finally:
-        _turn.release()
+    return Profile()
 
 
 def _begin() -> None:

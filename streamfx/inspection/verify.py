@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.tracing import Quiet, original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
-from streamfx.options import resolved
+from streamfx.options import refuse_positional, resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
@@ -26,6 +27,7 @@ SHOWN = 8
 ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
 
 
+@refusing(NotComparable, "streamfx.verify(...)")
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
@@ -58,6 +60,7 @@ def verify(
         (True, True)
     """
     model = original(model)
+    refuse_positional(args, "streamfx.verify(...)")
     asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
     given = resolved(asked)
     _check_functions(model, loss)
