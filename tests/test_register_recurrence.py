@@ -218,7 +218,10 @@ def test_a_block_that_is_not_declared_is_found(rows: int) -> None:
         ({}, 0, "chunk_size=0"),
         ({}, -1, "chunk_size=-1"),
         ({"frist": None}, None, "frist among the arguments"),
-        ({"k": None}, None, "with these arguments it raises"),
+        ({"k": None}, None, "k=None"),
+        ({"k": [1]}, None, r"k=\[1\] \(list\)"),
+        ({"decay": torch.rand(4, device="meta")}, None, "decay holds no data"),
+        ({"count": "many"}, None, "with these arguments it raises"),
     ],
 )
 def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
