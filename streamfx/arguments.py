@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from streamfx.errors import OptionError, StreamFXError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Refusal = type[StreamFXError]
 LONGEST = 80  # letters of a value in an error
 BY_NAME = "write options={'chunk_size': 1024}, or the options by their names: chunk_size=1024"
