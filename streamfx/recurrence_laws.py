@@ -15,8 +15,7 @@ from streamfx.passes.operators.rules.stateful import STATEFUL
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.stateful import Backward, Forward, called, rows_of
 from streamfx.torch_private import FakeTensor
-from streamfx.user_recurrences import TENSORS
-from streamfx.user_rules import overload_of
+from streamfx.user_rules import TENSORS, overload_of
 
 LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
 DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"

@@ -11,7 +11,7 @@ from streamfx.ir.stateful import Stateful
 from streamfx.passes.operators.rules.registry import RULES
 from streamfx.passes.operators.rules.stateful import declare, is_declared
 from streamfx.torch_private import OpOverload
-from streamfx.user_rules import overload_of
+from streamfx.user_rules import TENSORS, overload_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -22,7 +22,6 @@ WHAT = {
     "counts": "names of arguments",
     "results": "dimensions, or None",
 }
-TENSORS = ("Tensor", "Optional[Tensor]")
 
 
 class More(TypedDict, total=False):

@@ -17,6 +17,7 @@ from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
 
+TENSORS = ("Tensor", "Optional[Tensor]")  # types of arguments that are tensors, or may be
 _TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
 
 

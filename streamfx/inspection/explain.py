@@ -30,7 +30,6 @@ from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
-from streamfx.options import refuse_positional
 from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
@@ -74,8 +73,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         (['streamed', 'streamed'], 0)
     """
     model = original(model)
-    refuse_positional(args, "streamfx.explain(...)")
-    given, kwargs = options_among(model, options, kwargs, "streamfx.explain(...)")
+    given, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
     found = Explanation(traced(model, args, kwargs, given))
     if (empty := empty_among((args, kwargs))) and not flops_of_calls(found.costs):
         raise NotTraced("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)

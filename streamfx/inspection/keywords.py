@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamfx.arguments import described, did_you_mean
 from streamfx.errors import OptionError
-from streamfx.options import NAMES, merged
+from streamfx.options import NAMES, merged, refuse_positional
 
 NEAR, NEARLY = 0.6, 0.8  # how alike a name is to an option's that the model does not take, or that it would swallow
 MISSPELT = "if the model is to have it, bind it: functools.partial(model, name=value)"
 
 
 def options_among(
-    model: Callable[..., Any], options: Any, keywords: Mapping[str, Any], origin: str
+    model: Callable[..., Any], options: Any, positional: Iterable[Any], keywords: Mapping[str, Any], origin: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The backend's options, and the arguments of the model.
 
     An option's name is an option, unless the model names an argument so: what is only gathered by `**kwargs` is not named. A name
     that is nearly an option's, or that the model does not take, is refused: it would be given to the model, or swallowed.
     """
+    refuse_positional(positional, origin)
     own, takes_others = _named(model)
     for name, value in keywords.items():
         hint = did_you_mean(name, NAMES, NEARLY if takes_others else NEAR)

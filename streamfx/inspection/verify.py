@@ -18,7 +18,7 @@ from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.tracing import Quiet, original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
-from streamfx.options import refuse_positional, resolved
+from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
 
@@ -60,8 +60,7 @@ def verify(
         (True, True)
     """
     model = original(model)
-    refuse_positional(args, "streamfx.verify(...)")
-    asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
+    asked, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
     given = resolved(asked)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
@@ -87,11 +86,8 @@ def verify(
         )
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
-    found = Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()))
-    if found.ok and found.says_nothing and (empty := empty_among((args, kwargs))):
-        nothing = f"{empty}, and the loss and all gradients are zero or not a number: nothing was compared"
-        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=nothing, do=DO)
-    return found
+    precision = lowest_precision(compilations, sources.values())
+    return _saying_something(Verification(list(sources), eager, streamed, precision), (args, kwargs))
 
 
 @contextmanager
@@ -282,6 +278,14 @@ def _check_functions(model: Any, loss: Any) -> None:
         raise NotComparable(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
+
+
+def _saying_something(found: Verification, inputs: Any) -> Verification:
+    """The same, unless nothing was computed: that nothing differs is no finding then."""
+    if found.ok and found.says_nothing and (empty := empty_among(inputs)):
+        nothing = f"{empty}, and the loss and all gradients are zero or not a number: nothing was compared"
+        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=nothing, do=DO)
+    return found
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:
