@@ -68,7 +68,8 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
     refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
     if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
         raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
-    if missing := [one.name for one in schema if one.name not in arguments and not one.has_default_value()]:
+    needed = [one.name for one in schema if not one.has_default_value() and not str(one.type).startswith("Optional")]
+    if missing := [name for name in needed if name not in arguments]:
         raise RuleError(asked, found=f"no {', '.join(missing)} among the arguments", do=do)
     for one in schema:
         value = arguments.get(one.name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx import IntegrationError, NotComparable, NotTraced, OptionError, Options, PlanError, ProfileError, RuleError
 from tests.support.small import Causal, tokens
+from tests.test_register_recurrence import averages
 
 IDS = tokens(2, 12)
 BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"
@@ -129,3 +130,12 @@ for ask in (lambda: torch.compile(torch.nn.Linear(2, 2), backend="streambp"), la
     environment = {**os.environ, "STREAMFX_OPTIONS": '{"chunk": 3}'}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["the environment variable STREAMFX_OPTIONS has no option 'chunk'"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [([], r"arguments=\[\]"), ({1: 2}, "1 among the arguments"), ({"k": torch.ones(1, 2, 3)}, "no count, v, decay")],
+)
+def test_arguments_that_are_none_are_refused(given: Any, says: str) -> None:
+    with pytest.raises(streamfx.RuleError, match=says):
+        streamfx.check_recurrence(averages, given)

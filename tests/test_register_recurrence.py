@@ -235,6 +235,22 @@ def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | 
         )
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"counts": 5}, r"counts=5 \(int\)"),
+        ({"counts": "rows"}, "counts='rows'"),
+        ({"only": {1: 2}}, "only={1: 2}"),
+        ({"name": "mine"}, "name\n.*saved, always"),
+        ({"forward": 3}, "forward\n.*saved, always"),
+        ({"savde": {}}, "did you mean 'saved'"),
+        ({"gradients": [["x"], None, None]}, "names of the operator's arguments"),
+    ],
+)
+def test_more_that_cannot_be_is_refused(more: dict[str, Any], says: str) -> None:
+    refused(undeclared, undeclared_backward, {**SOUND, **more}, says)
+
+
 def test_other_numbers_of_rows() -> None:
     """One row for all others."""
 
