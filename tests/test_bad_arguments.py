@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx import IntegrationError, NotComparable, NotTraced, OptionError, Options, PlanError, ProfileError, RuleError
 from tests.support.small import Causal, tokens
-from tests.test_register_recurrence import averages
+from tests.support.stateful.averages import averages
 
 IDS = tokens(2, 12)
 BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"

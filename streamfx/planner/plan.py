@@ -153,6 +153,7 @@ def _planned(asked: Asked) -> PlanReport:
     with uncollected():
         made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
     name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
+    _check_takes_ids(asked.model, asked)
     _check_made(made, asked.tensor, asked.context)
     state = state_bytes(made, asked.optimizer, ranks)
     kind = device_called(asked.device)
@@ -220,17 +221,18 @@ def _check_kinds(asked: Asked) -> None:
     for name, do in FUNCTIONS.items():
         if (value := getattr(asked, name)) is not None and not callable(value):
             raise PlanError(f"{name} cannot be {described(value)}", do=do)
-    if isinstance(asked.model, nn.Module) and asked.inputs is None:
-        _check_takes_ids(asked.model, ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",))
 
 
-def _check_takes_ids(model: nn.Module, names: tuple[str, ...]) -> None:
+def _check_takes_ids(model: Any, asked: Asked) -> None:
     """A model of somebody's own is given ids by name, where no function says what it takes."""
+    names = ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",)
+    if not isinstance(model, nn.Module) or asked.inputs is not None:
+        return
     try:
         inspect.signature(model.forward).bind(**dict.fromkeys(names))
     except TypeError as error:
-        asked = f"a model that is planned without inputs= is called with {' and '.join(names)}"
-        raise PlanError(asked, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
+        called = f"a model that is planned without inputs= is called with {' and '.join(names)}"
+        raise PlanError(called, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
 
 
 def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
