@@ -27,7 +27,7 @@ from streamfx.lazy.outputs import WithDeferred
 from streamfx.lazy.rebuild import Cut
 from streamfx.lazy.uses import bytes_of_results, is_cut, made_between, numel_of, rows_at_work
 from streamfx.log import log
-from streamfx.options import Options, check_mode, resolved
+from streamfx.options import Options, check_mode, from_environment, resolved
 from streamfx.passes import run_pipeline
 from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
@@ -109,6 +109,7 @@ def streambp(
         return run
 
 
+from_environment()  # a bad one is said where the backend is asked for, not at the first call of a model
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
 
 

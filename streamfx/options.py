@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from streamfx.arguments import BY_NAME, described, did_you_mean, refusing
 from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 
@@ -18,7 +18,7 @@ ENVIRONMENT = "STREAMFX_OPTIONS"
 SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # what a stage keeps, from little to much
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """All options of `backend="streambp"`.
 
@@ -126,6 +126,9 @@ class Options:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ORDERING)
 
 
+if not TYPE_CHECKING:
+    Options.__init__ = refusing(OptionError, "streamfx.Options(...)", "option")(Options.__init__)  # dataclass has written it
+
 # what the order of a graph's collectives may follow from
 ORDERING = ("save", "keep_every", "offload", "memory_budget", "reshard", "gradients")
 
@@ -182,8 +185,7 @@ def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, 
 
 def _check(name: Any, value: Any, origin: str) -> None:
     if name not in NAMES:
-        near = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, NAMES)
         raise OptionError(
             f"{origin} has no option {name!r}",
             found=f"{name}={value!r}",
@@ -209,13 +211,19 @@ def _check(name: Any, value: Any, origin: str) -> None:
         return
     allowed = ALLOWED[name]
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(value, allowed)
         raise OptionError(
             f"option {name!r} of {origin} cannot be {value!r}",
             found=f"{value!r} ({type(value).__name__})",
             do=f"{hint}allowed: {', '.join(map(repr, allowed))}",
         )
+
+
+def refuse_positional(values: Iterable[Any], origin: str) -> None:
+    """Options are given by name everywhere, also where other arguments are a model's."""
+    for value in values:
+        if isinstance(value, Options):
+            raise OptionError(f"{origin} takes options by name", found=f"{described(value)} among the arguments", do=BY_NAME)
 
 
 def check_mode(mode: Any) -> None:
@@ -292,7 +300,9 @@ class configure:
         512
     """
 
+    @refusing(OptionError, "streamfx.configure(...)")
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:
+        from_environment()  # a bad one would be said at the first call of a model
         self._options = merged(options, keywords, "streamfx.configure(...)")
         self._called = _Layer(self._options)
         self._blocks: list[_Layer] = []

@@ -8,17 +8,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from streamfx.arguments import described, refuse_unless, refusing
 from streamfx.errors import RuleError, told
 from streamfx.ir.stateful import NotStateful, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.operators.rules.stateful import STATEFUL
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.stateful import Backward, Forward, called, rows_of
-from streamfx.user_rules import overload_of
+from streamfx.torch_private import FakeTensor
+from streamfx.user_rules import TENSORS, overload_of
 
 LAW = "in chunks of {size} rows, each given the state that the last one left, {what} is off by {error:.1e} from that of all rows"
 DO = "look at rows, results and states of register_recurrence, and at block, if its state is one only behind whole blocks"
 
 
+@refusing(RuleError, "streamfx.check_recurrence(...)")
 def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: int | None = None) -> None:
     """Look on sample inputs whether what was declared of an operator with a state holds: that chunks of its rows, each given the
     state that the one before it left, give what all rows give, and that the same holds for its backward, from the last chunk on.
@@ -45,9 +48,8 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
     declared = STATEFUL.get((overload := overload_of(operator, asked)).name())
     if declared is None:
         raise RuleError(asked, found="nothing was declared of it", do="streamfx.register_recurrence(...)")
+    _check_arguments(overload, arguments, asked)
     schema = overload._schema.arguments
-    if unknown := sorted(set(arguments) - {argument.name for argument in schema}):
-        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {overload._schema}")
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise RuleError(asked, found=f"chunk_size={chunk_size!r}", do="give a number of rows, 1 or more")
     given = {argument.name: arguments.get(argument.name, argument.default_value) for argument in schema}
@@ -57,6 +59,25 @@ def check_recurrence(operator: Any, arguments: Mapping[str, Any], chunk_size: in
             _Law(declared, own, chunk_size, asked).check()
     except NotStateful as why:
         raise RuleError(asked, found=str(why), do=DO) from why
+
+
+def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
+    """Whether these are arguments of the operator, by name, with numbers in them."""
+    schema = operator._schema.arguments
+    do = f"give a dictionary, by name, of what {operator._schema} takes"
+    refuse_unless(isinstance(arguments, Mapping), RuleError, asked, f"arguments={described(arguments)}", do)
+    if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
+        raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give those of {operator._schema}")
+    needed = [one.name for one in schema if not one.has_default_value() and not str(one.type).startswith("Optional")]
+    if missing := [name for name in needed if name not in arguments]:
+        raise RuleError(asked, found=f"no {', '.join(missing)} among the arguments", do=do)
+    for one in schema:
+        value = arguments.get(one.name)
+        is_said = one.name in arguments and str(one.type) in TENSORS
+        fits = isinstance(value, Tensor) or (value is None and str(one.type) != "Tensor")
+        refuse_unless(not is_said or fits, RuleError, asked, f"{one.name}={described(value)}", do)
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+            raise RuleError(asked, found=f"{one.name} holds no data", do="give real tensors: their numbers are compared")
 
 
 Chunks: TypeAlias = "list[tuple[Tensor, ...]]"
@@ -69,9 +90,11 @@ class _Law:
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
         self.declared, self.arguments, self.asked = declared, arguments, asked
         wanted = [n for n, dim in enumerate(declared.results) if dim is not None or n in declared.states.values()]
-        self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
         try:
+            self.plan, self.kinds = forward_plan(declared, _kinds(arguments), wanted)
             self.results = called(self.plan, arguments)
+        except NotStateful:
+            raise
         except Exception as error:
             raise RuleError(
                 asked, found=f"with these arguments it raises {told(error)}", do="give those of a real call"

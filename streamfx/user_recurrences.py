@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from streamfx.arguments import described, did_you_mean, refusing
 from streamfx.errors import RuleError
 from streamfx.ir.stateful import Stateful
 from streamfx.passes.operators.rules.registry import RULES
 from streamfx.passes.operators.rules.stateful import declare, is_declared
 from streamfx.torch_private import OpOverload
-from streamfx.user_rules import overload_of
+from streamfx.user_rules import TENSORS, overload_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
-TENSORS = ("Tensor", "Optional[Tensor]")
+GIVEN = ("rows", "results", "states", "cotangents", "gradients")
+WHAT = {
+    "gradients": "names of the operator's arguments, or None",
+    "counts": "names of arguments",
+    "results": "dimensions, or None",
+}
 
 
 class More(TypedDict, total=False):
@@ -29,6 +34,7 @@ class More(TypedDict, total=False):
     block: int | str
 
 
+@refusing(RuleError, "streamfx.register_recurrence(...)")
 def register_recurrence(
     operator: Any,
     backward: Any,
@@ -96,12 +102,19 @@ class _Declaration:
     def check(self, **how: Any) -> None:
         for name in ("rows", "states", "cotangents", "saved", "always", "only"):
             known = how.get(name, {})
-            self._needs(isinstance(known, Mapping), f"{name}={known!r}", "give a dictionary, by the names of arguments")
+            by_name = isinstance(known, Mapping) and all(isinstance(key, str) for key in known)
+            self._needs(by_name, f"{name}={described(known)}", "give a dictionary, by the names of arguments")
         for name in ("results", "gradients"):
             known = how[name]
-            self._needs(isinstance(known, (list, tuple)), f"{name}={known!r}", "give a list, one entry for each result")
-        unknown = sorted(set(how) - {field.name for field in fields(Stateful)})
-        self._needs(not unknown, f"{', '.join(unknown)}", f"it may be {', '.join(More.__annotations__)}")
+            self._needs(isinstance(known, (list, tuple)), f"{name}={described(known)}", "give a list, one entry for each result")
+        for name, kind in (("gradients", str), ("counts", str), ("results", int)):
+            known = how.get(name, ())
+            is_list = isinstance(known, (list, tuple, set, frozenset))
+            fits = is_list and all(type(one) is kind or (one is None and name != "counts") for one in known)
+            self._needs(fits, f"{name}={described(known)}", f"give a list of {WHAT[name]}")
+        unknown = [name for name in how if name not in {*GIVEN, *More.__annotations__}]
+        hint = did_you_mean(unknown[0], More.__annotations__) if unknown else ""
+        self._needs(not unknown, f"{', '.join(unknown)}", f"{hint}it may be {', '.join(More.__annotations__)}")
         takes, backward_takes = ([argument.name for argument in one._schema.arguments] for one in (self.own, self.other))
         copied: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value

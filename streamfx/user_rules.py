@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from streamfx.arguments import refusing
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
 from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
@@ -16,9 +17,11 @@ from streamfx.torch_private import OpOverload, OpOverloadPacket
 
 Rule: TypeAlias = "str | Callable[[Call], Signature | None]"
 
+TENSORS = ("Tensor", "Optional[Tensor]")  # types of arguments that are tensors, or may be
 _TOKEN = re.compile(r"(\.\.\.|[A-Za-z_]\w*!?)$")
 
 
+@refusing(RuleError, "streamfx.register_rule(...)")
 def register_rule(operator: Any, rule: Rule) -> None:
     """Tell streamfx what an operator of your own does with each dimension, so that what uses it streams.
 

@@ -14,6 +14,8 @@ from streamfx.cli import main
 pytest.importorskip("transformers")
 
 FACTORY = """
+import functools
+
 import torch
 from torch import nn
 
@@ -92,6 +94,56 @@ def fails():
     raise RuntimeError("in the factory")
 
 
+def compiled():
+    return torch.compile(Decoder())
+
+
+def bound():
+    return functools.partial(Decoder(), targets=torch.zeros(1, 40, dtype=torch.long))
+
+
+class Gathering(Decoder):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, targets=args[0], **kwargs)
+
+
+def gathering():
+    return Gathering()
+
+
+class MaskFirst(Decoder):
+    def forward(self, attention_mask=None, input_ids=None, labels=None):
+        assert attention_mask is None
+        return super().forward(input_ids, labels)
+
+
+def mask_first():
+    return MaskFirst()
+
+
+class OwnTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(7, 8))
+
+    def forward(self, attention_mask=None, ids=None):
+        return torch.nn.functional.embedding(ids.flatten(), self.table).square().mean() + self.table[ids].mean()
+
+
+def own_table():
+    return OwnTable()
+
+
+class Two(Decoder):
+    def forward(self, kinds=None, ids=None):
+        kinds, ids = (ids if kinds is None else kinds), (kinds if ids is None else ids)
+        return (self.embed(kinds) + self.short(ids)).mean()
+
+
+def two():
+    return Two()
+
+
 CONSTANT = 3
 """
 
@@ -135,6 +187,22 @@ def test_a_decoder_of_ones_own_is_given_ids_and_labels(folder: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out)["sequence"] == [40]
 
 
+@pytest.mark.parametrize("factory", ["compiled", "bound", "gathering", "mask_first", "own_table"])
+def test_ids_are_given_as_what_is_looked_up(factory: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is around the model, and wherever its ids stand among its arguments."""
+    assert main(["verify", f"factories_of_a_user:{factory}", "--seq", "40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["loss"] != 0
+
+
+def test_an_answer_that_cannot_be_written_is_a_refusal() -> None:
+    command = f"{sys.executable} -m streamfx doctor --json > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("the answer is to be written to standard output") and "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_a_reader_that_has_seen_enough_sees_no_traceback() -> None:
     command = f"{sys.executable} -m streamfx doctor --json | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -169,7 +237,11 @@ def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, ca
         (["explain", "no/such/folder"], "there is no configuration"),
         (["explain", "factories_of_a_user:missing"], "there is no 'factories_of_a_user:missing'"),
         (["verify", "no_such_module:made"], "No module named"),
-        (["verify", "factories_of_a_user:alone"], "there is no table of ids in it to draw some from"),
+        (["verify", "factories_of_a_user:alone"], "x of ids is not what it takes"),
+        (["verify", "factories_of_a_user:two"], "kinds and ids are both looked up in tables"),
+        (["explain", "x" * 300], "there is no configuration"),
+        (["explain", "x" * 300 + ":made"], "there is no "),
+        (["explain", ".", "--html", "x" * 300], "a report is to be written to"),
         (["verify", "factories_of_a_user:masked"], "without arguments"),
         (["verify", "factories_of_a_user:masked"], "nobody tells what 'mask' is"),
         (["verify", "factories_of_a_user:nothing"], "a function that returns a model"),

@@ -36,7 +36,7 @@ def same(found: Any, expected: Any) -> None:
 def test_a_prompt_and_what_follows_it(mode: Any, window: int | None) -> None:
     """A token, and all that is left; the second prompt is shorter than that, and its length a symbol."""
     model, ids = made(window=window), tokens()
-    options = {"chunk_size": 7, "loss_chunk_size": 7, "bodies": "eager"}
+    options: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "bodies": "eager"}
     compiled = torch.compile(model, backend="streambp", options=options)
     with mode():
         for prompt in (PROMPT, 6) if window is None else (PROMPT,):

@@ -18,7 +18,7 @@ from tests.test_peaks import Decoder, tokens
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """The warnings, of graphs with any work at all."""
     torch._dynamo.reset()
-    no_gain._tell_once.cache_clear()
+    no_gain._told.clear()
     monkeypatch.setattr(no_gain, "MUCH_WORK", 1)
 
     def warnings() -> list[str]:
@@ -69,6 +69,17 @@ def test_what_checkpointing_takes_is_about_what_it_is_measured_to_take(length: i
     explanation = streamfx.explain(Decoder(), tokens(length), chunk_size=32)
     expected = explanation.summary()["checkpointing_peak_bytes"]
     assert checkpointing_bytes(explanation.call.graphs[0].facts) == pytest.approx(expected, rel=0.15)
+
+
+def test_other_lengths_are_not_told_again(told: Any) -> None:
+    """But another model is."""
+    model = Decoder()
+    for length in (64, 96, 128):
+        torch._dynamo.reset()
+        step(model, tokens(length), chunk_size=length, loss_chunk_size=length)
+    assert len(told()) == 1
+    step(Mixing(), torch.randn(8, 8))
+    assert len(told()) == 2
 
 
 def test_a_step_that_saves_memory_is_silent(told: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_peak_is_the_one_that_was_predicted(profiled: streamfx.Profile) -> N
     explained = streamfx.explain(Decoder(), rows(ROWS), options={"chunk_size": CHUNK, "loss_chunk_size": CHUNK}).summary()
     assert profiled.predicted_peak_bytes == explained["peak_bytes"]
     assert profiled.peak_bytes == pytest.approx(explained["peak_bytes"], rel=0.05)
-    assert profiled.peak_bytes == max(loop.peak_bytes for loop in profiled.measured.loops)
+    assert profiled.peak_bytes == max(loop.peak_bytes or 0 for loop in profiled.measured.loops)
 
 
 def test_the_trace(profiled: streamfx.Profile, tmp_path: Path) -> None:
@@ -113,6 +114,61 @@ def test_two_graphs_have_no_predicted_peak_of_their_own() -> None:
     assert profile.predicted_peak_bytes is None
     assert "predicted" not in str(profile)
     assert {loop.chunks for loop in profile.measured.loops} >= {4, 2}
+
+
+def in_a_thread(step: Callable[[], object]) -> None:
+    (thread := threading.Thread(target=step)).start()
+    thread.join()
+
+
+def within_a_profiler(step: Callable[[], None]) -> None:
+    with suppress(RuntimeError), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        step()
+
+
+@pytest.mark.parametrize(
+    ("run", "why"), [(in_a_thread, "in another thread"), (within_a_profiler, "another profiler of torch's was opened")]
+)
+def test_bytes_that_nobody_saw_are_not_zero(
+    step: Callable[[], None], run: Callable[[Callable[[], None]], None], why: str, tmp_path: Path
+) -> None:
+    with streamfx.profile() as profile:
+        kept = torch.zeros(1000)
+        run(step)
+    found = profile.summary()
+    assert kept.nbytes and found["peak_bytes"] is None and why in found["unseen"]
+    assert {loop["peak_bytes"] for loop in found["loops"]} == {None} and len(found["loops"]) > 4
+    assert all(loop["seconds"] > 0 for loop in found["loops"])
+    assert "memory   not measured: " in str(profile) and why in str(profile) and "at the peak" not in str(profile)
+    for ask in (lambda: profile.peak_bytes, lambda: profile.timeline):
+        with pytest.raises(streamfx.ProfileError, match=why):
+            ask()
+    events = json.loads(profile.to_perfetto(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert not any(event["args"] for event in events if event["ph"] == "C") and any(event["ph"] == "X" for event in events)
+
+
+def test_a_block_in_which_nothing_was_seen_has_no_peak() -> None:
+    with streamfx.profile() as profile:
+        in_a_thread(lambda: torch.zeros(1000).sum())
+    assert profile.summary()["peak_bytes"] is None
+    assert "not measured: nothing was allocated in the thread that entered the block" in str(profile)
+
+
+def test_several_calls_have_no_predicted_peak_of_one(step: Callable[[], None]) -> None:
+    """What one call takes is not what two that are alive at once do."""
+    with streamfx.profile() as profile:
+        step()
+        step()
+    assert profile.predicted_peak_bytes is None and "predicted" not in str(profile)
+
+
+def test_a_graph_that_runs_as_it_stands_is_a_graph_of_the_step(step: Callable[[], None]) -> None:
+    other, x = torch.compile(lambda x: x.sort(0).values.sum(), backend="streambp"), torch.randn(4, requires_grad=True)
+    other(x).backward()
+    with streamfx.profile() as profile:
+        step()
+        other(x).backward()
+    assert profile.predicted_peak_bytes is None
 
 
 def test_a_block_without_a_compiled_step_says_so() -> None:

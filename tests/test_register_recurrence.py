@@ -218,7 +218,10 @@ def test_a_block_that_is_not_declared_is_found(rows: int) -> None:
         ({}, 0, "chunk_size=0"),
         ({}, -1, "chunk_size=-1"),
         ({"frist": None}, None, "frist among the arguments"),
-        ({"k": None}, None, "with these arguments it raises"),
+        ({"k": None}, None, "k=None"),
+        ({"k": [1]}, None, r"k=\[1\] \(list\)"),
+        ({"decay": torch.rand(4, device="meta")}, None, "decay holds no data"),
+        ({"count": "many"}, None, "with these arguments it raises"),
     ],
 )
 def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
@@ -230,6 +233,22 @@ def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | 
         streamfx.check_recurrence(
             averages, {"count": rows, **given, "decay": decay, "top": None, "bottom": None, **change}, chunk_size
         )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"counts": 5}, r"counts=5 \(int\)"),
+        ({"counts": "rows"}, "counts='rows'"),
+        ({"only": {1: 2}}, "only={1: 2}"),
+        ({"name": "mine"}, "name\n.*saved, always"),
+        ({"forward": 3}, "forward\n.*saved, always"),
+        ({"savde": {}}, "did you mean 'saved'"),
+        ({"gradients": [["x"], None, None]}, "names of the operator's arguments"),
+    ],
+)
+def test_more_that_cannot_be_is_refused(more: dict[str, Any], says: str) -> None:
+    refused(undeclared, undeclared_backward, {**SOUND, **more}, says)
 
 
 def test_other_numbers_of_rows() -> None:

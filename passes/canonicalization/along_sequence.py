@@ -9,9 +9,10 @@ Along any other axis they stay what they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -46,7 +47,11 @@ def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
 def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
     """The graph with each of these written as sums, in place."""
     writer = GraphWriter(joint.graph)
-    writes = {aten.cat.default: _sum_of_paddings, aten.linalg_vector_norm.default: _root_of_sum, aten.roll.default: _join_of_both}
+    writes: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
+        aten.cat.default: _sum_of_paddings,
+        aten.linalg_vector_norm.default: _root_of_sum,
+        aten.roll.default: _join_of_both,
+    }
     for node in nodes:
         write = writes[node.target]
         node.replace_all_uses_with(write(node, writer.before(node)), propagate_meta=False)

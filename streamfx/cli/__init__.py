@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from streamfx.cli import doctor, explain, plan, verify
 from streamfx.cli.codes import INTERRUPTED, REFUSED, Answer
 from streamfx.collector import uncollected
-from streamfx.errors import StreamFXError
+from streamfx.errors import StreamFXError, told
 
 CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
 COMMANDS = (explain, verify, plan, doctor)
@@ -47,12 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     text, code = answer if isinstance(answer, Answer) else (answer, 0)
-    _show(text)
-    return code
+    return code if _show(text) else REFUSED
 
 
-def _show(text: str) -> None:
+def _show(text: str) -> bool:
+    """Whether the text could be written, or nobody wants to read more of it."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # who reads has seen enough: `streamfx explain ... | head`
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written when Python ends
+        if not isinstance(error, BrokenPipeError):  # who reads has seen enough: `streamfx explain ... | head`
+            do = "give a place with room: streamfx ... > FILE"
+            print(StreamFXError("the answer is to be written to standard output", found=told(error), do=do), file=sys.stderr)
+            return False
+    return True

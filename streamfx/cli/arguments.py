@@ -9,6 +9,7 @@ from typing import Any
 
 from streamfx.errors import ModelError
 from streamfx.planner.names import TYPES, builtin_names, config_file
+from streamfx.report.paths import is_there
 
 SOURCES = "a Hugging Face folder, its config.json, org/name of the local cache, a shipped name, or package.module:factory"
 EXAMPLE = 'write for example {"chunk_size": 1024}'
@@ -38,7 +39,7 @@ def options_of(arguments: argparse.Namespace) -> Any:
 
 def is_factory(model: str) -> bool:
     """Whether a model is made by a function of the user's: `package.module:factory`."""
-    return ":" in model and not Path(model).exists()
+    return ":" in model and not is_there(Path(model))
 
 
 def check_model(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from streamfx.cli.arguments import is_factory
+from streamfx.cli.lookups import arguments_of
 from streamfx.errors import ModelError, told
 from streamfx.planner.models import TYPES, configuration, language_model
 from streamfx.planner.names import config_file
 
-LABELS = ("labels", "label", "targets", "target")  # what a forward calls the ids that it is to predict
 RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
 
 
@@ -97,29 +95,7 @@ def _model_and_arguments(arguments: argparse.Namespace, made: Any) -> tuple[Call
             f"a tuple of {', '.join(type(item).__name__ for item in made)}" if isinstance(made, tuple) else type(made).__name__
         )
         raise ModelError(f"{arguments.model} is a function that returns a model", found=kinds, do=RETURN)
-    return made, (), _drawn(arguments, made)
-
-
-def _drawn(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Ids, for the first argument of a model that looks them up and for its labels; it is asked for the others."""
-    tables = (
-        [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)] if _is_module(model) else []
-    )
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", min(tables, default=None))
-    taken = inspect.signature(model.forward if _is_module(model) else model).parameters.values()
-    named = [item for item in taken if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
-    given = [item.name for number, item in enumerate(named) if number == 0 or item.name in LABELS]
-    missing = [item.name for item in named if item.default is item.empty and item.name not in given]
-    if vocabulary is None or missing or not given:
-        why = f"nobody tells what {missing[0]!r} is" if missing else "there is no table of ids in it to draw some from"
-        do = f"return (model, {{...}}) with the arguments of the call: {why}"
-        raise ModelError(f"{arguments.model} returned a model without arguments", found=type(model).__name__, do=do)
-    ids = torch.randint(0, vocabulary, (arguments.batch, arguments.seq), generator=torch.Generator().manual_seed(0))
-    return dict.fromkeys(given, ids)
-
-
-def _is_module(model: Any) -> bool:
-    return isinstance(model, nn.Module)
+    return made, *arguments_of(made, arguments.model, arguments.batch, arguments.seq)
 
 
 def place_of(error: BaseException) -> str:

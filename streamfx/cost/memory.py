@@ -89,6 +89,11 @@ class Cost:
     def streamed_flops(self) -> int:
         return sum(loop.flops for loop in self.loops.values())
 
+    @property
+    def streamed_share(self) -> float:
+        """Of the FLOPs, those in loops."""
+        return self.streamed_flops / self.flops if self.flops else 1.0
+
 
 def cost_of(
     forward: fx.GraphModule,
@@ -208,4 +213,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
     work = loop.work
-    return LoopCost(work.flops, loop.rows, work.moved, work.launches, added(work.wire.values()), loop.count)
+    return LoopCost(work.flops, min(loop.rows, loop.length), work.moved, work.launches, added(work.wire.values()), loop.count)

@@ -47,7 +47,7 @@ class SampledLoop(Loop):
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
-        self.work, self.rows, self.count = Work(), 0, 0
+        self.work, self.rows, self.count, self.length = Work(), 0, 0, 0
         self._stretches: list[range] = []
         self._costs: dict[int, Work] = {}
         self._upcoming: Iterator[int] = iter(())
@@ -56,7 +56,7 @@ class SampledLoop(Loop):
         self._marks: list[tuple[int, int]] = []  # a chunk's position, and how many points were recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
-        self.rows = self.rows_per_chunk(length, env)
+        self.rows, self.length = self.rows_per_chunk(length, env), length
         every = Chunks(length, self.rows, self.spec.reverse)
         self.count = len(every)
         if self._is_known:

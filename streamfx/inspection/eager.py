@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,14 @@ from streamfx.log import log
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def outside_of_inference() -> Iterator[None]:
+    """Not in inference mode, which hides what operators are made of from who counts; without gradients where those are off."""
+    trains = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(trains):
+        yield
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,16 +74,22 @@ class EagerCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     faker: Faker
+    reached: int = 0  # calls of layers that something was around
 
     def cost(self, around: Around | None = None) -> Cost | None:
-        """What the call costs, with something around its layers or not; None if its Python code asks for data that nobody has.
+        """What the call costs, with something around its layers or not; None if its Python code asks for data that nobody has, or
+        calls no layer, so that nothing is around any.
 
         FLOPs of layers by themselves are counted where nothing is around them.
         """
+        self.reached = 0
         try:
             step, gradients = self._of_few(around) or self._followed(around)
         except Exception as error:
             log.info("no eager baseline: %s", error)
+            return None
+        if around is not None and not self.reached:
+            log.info("no baseline with something around each layer: none is called")
             return None
         step = step if around is None else replace(step, layer_flops=0, layer_attention=0)
         return replace(step.cost, gradients=gradients)
@@ -106,6 +121,13 @@ class EagerCall:
         forward = self._followed(None, forward_only=True)[0]
         return (repeat, forward) if few.forward.is_like(forward.forward) else None
 
+    def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.reached += 1
+            return forward(*args, **kwargs)
+
+        return run
+
     def _followed(self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False) -> tuple[EagerStep, int]:
         """A step, and the bytes of gradients of parameters: of all layers, or of few, with the gradients of those missing."""
         layers = layers_of(self.model)
@@ -115,10 +137,11 @@ class EagerCall:
             layers = layers_of(self.model)
             if around is not None:
                 for layer in layers:
-                    layer.forward = around(layer.forward)
+                    layer.forward = self._noted(around(layer.forward))
             given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
             parameters = _leaves(modules_of(self.model))
-            with RealIntegers(), without_gradients([*given, *parameters]):  # fake tensors are the same from call to call
+            # fake tensors are the same from call to call
+            with RealIntegers(), without_gradients([*given, *parameters]), outside_of_inference():
                 step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only)
                 gradients = _gradient_bytes(parameters)
                 if repeat is not None:

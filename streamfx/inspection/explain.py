@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.arguments import refuse_unless, refusing
 from streamfx.cost.curve import Curve
 from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
@@ -18,7 +19,9 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
+from streamfx.errors import NotTraced, ReportError
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
+from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
 from streamfx.inspection.tracing import TracedCall, TracedGraph, original, traced
@@ -42,6 +45,7 @@ OURS = "streamfx"
 CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.0f} us per operator"
 
 
+@refusing(NotTraced, "streamfx.explain(...)")
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
@@ -57,7 +61,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         What was found: it prints as a report that begins with whether the backend pays, and `summary()` is a dictionary.
 
     Raises:
-        NotTraced: nothing of the call arrived at the backend.
+        NotTraced: nothing of the call arrived at the backend, or it computes nothing, as of an empty batch.
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
@@ -69,8 +73,11 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         (['streamed', 'streamed'], 0)
     """
     model = original(model)
-    given, kwargs = options_among(model, options, kwargs, "streamfx.explain(...)")
-    return Explanation(traced(model, args, kwargs, given))
+    given, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
+    found = Explanation(traced(model, args, kwargs, given))
+    if (empty := empty_among((args, kwargs))) and not flops_of_calls(found.costs):
+        raise NotTraced("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
+    return found
 
 
 class Explanation(Exports):
@@ -109,7 +116,8 @@ class Explanation(Exports):
         """All figures and findings, in values that JSON knows.
 
         Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
-        baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None without layers).
+        baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None where that is no other
+        way: `not_checkpointed` says why).
         `wire` is what each rank sends to others (None where it sends nothing), by half and kind as calls and bytes:
         `gathers`, `reductions`, `exchanges` (all to all, broadcast), and those `in_loops` times their chunks; the same of each
         stage, and of `eager` on the same call, with each layer checkpointed where there are layers. `early_reductions` is the
@@ -141,6 +149,8 @@ class Explanation(Exports):
             "peak_bytes": max(peak_of_calls(streamed, self._gradients), 0 if self.updates else baseline.gradients),
             "baseline_peak_bytes": baseline.peak,
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
+            "not_checkpointed": (self.call.not_checkpointed or None) if with_baseline else None,
+            "trains": self.call.trains,
             "saved_bytes": sum(cost.held for cost in streamed),
             "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
@@ -223,6 +233,8 @@ class Explanation(Exports):
             >>> "def forward(" in found.print_readable(print_output=False)
             True
         """
+        asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
+        refuse_unless(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_with(module, facts))
         if print_output:

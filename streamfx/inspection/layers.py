@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from streamfx.cost.repeated import Repeat
 from streamfx.inspection.untouched import held_tensors, modules_of
 
-List = nn.ModuleList | nn.Sequential
+List = nn.ModuleList | nn.ModuleDict | nn.Sequential
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first. A `Sequential` of
-    modules that are alike is such a list.
+    """The layers that a model repeats: the elements of its outermost lists of modules, the longest list first. A `Sequential` or
+    a `ModuleDict` of modules that are alike is such a list.
     """
     return [layer for modules in sorted(_lists_of(model), key=len, reverse=True) for layer in _in(modules)]
 
@@ -48,14 +48,30 @@ def _lists_of(model: Callable[..., Any]) -> list[List]:
 
 
 def _is_list(module: nn.Module) -> TypeGuard[List]:
-    """Whether a module holds layers: as a list does, or one after the other, each like the others and with parts of its own."""
-    if isinstance(module, nn.Sequential):
-        return len(module) > 1 and len({type(layer) for layer in module}) == 1 and all(any(layer.children()) for layer in module)
-    return isinstance(module, nn.ModuleList)
+    """Whether a module holds layers: as a list does, or by name or one after the other, each like the others and with parts of
+    its own. What holds a single module with lists of its own is what is around a model.
+    """
+    if isinstance(module, nn.ModuleList):
+        return True
+    if not isinstance(module, (nn.Sequential, nn.ModuleDict)):
+        return False
+    layers = _in(module)
+    are_alike = len(layers) == len(module) > 0 and len({type(layer) for layer in layers}) == 1
+    is_around = len(layers) == 1 and any(map(_is_list, layers[0].modules()))
+    return are_alike and all(any(layer.children()) for layer in layers) and not is_around
 
 
 def _in(modules: List) -> list[nn.Module]:
-    return [layer for layer in modules if isinstance(layer, nn.Module) and callable(getattr(layer, "forward", None))]
+    return [layer for layer in modules._modules.values() if layer is not None and has_forward(layer)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: containers, and modules that say nothing of it, cannot.
+
+    >>> has_forward(nn.Linear(1, 1)), has_forward(nn.ModuleList()), has_forward(nn.Module())
+    (True, False, False)
+    """
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def repeat_of(model: Callable[..., Any]) -> Repeat | None:

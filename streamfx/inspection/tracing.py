@@ -41,6 +41,10 @@ from streamfx.torch_private.dynamo import (
     raised_as_itself,
 )
 
+NO_LAYERS = "no list of layers was found in the model"
+NOT_TRAINED = "nothing is trained in this call, so there is nothing to checkpoint"
+NOT_CALLED = "the layers that were found in the model are not called"
+NOT_FOLLOWED = "with checkpoints the call cannot be followed without data"
 Halves = tuple[fx.GraphModule, fx.GraphModule | None]
 
 
@@ -79,8 +83,8 @@ class TracedCall:
     """All graphs of one call; `calls` has a graph as often as it is called, in order.
 
     `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
-    every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
-    `name` is that of what is called.
+    every layer checkpointed; where it is None, `not_checkpointed` says why that is no other way of running it. `stopped` says why
+    the call could not be followed to its end, if it could not. `name` is that of what is called.
     """
 
     options: Options
@@ -89,8 +93,14 @@ class TracedCall:
     breaks: tuple[GraphBreak, ...] = ()
     eager: Cost | None = None
     checkpointed: Cost | None = None
+    not_checkpointed: str = ""
     stopped: str = ""
     name: str = ""
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything of it gets a gradient."""
+        return any(graph.facts.joint.tangents for graph in self.graphs)
 
 
 def traced(
@@ -108,11 +118,20 @@ def traced(
         _trace(call, model, args, kwargs, faker)
         if not baselines:
             return call
-        eager = EagerCall(model, args, kwargs, faker)
-        call.eager = eager.cost()
-        if layers_of(model):
-            call.checkpointed = eager.cost(checkpointed)
+        _compare(call, model, EagerCall(model, args, kwargs, faker))
     return call
+
+
+def _compare(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
+    """Fill in other ways of running a call; checkpoints are one where they keep something from being kept."""
+    call.eager = eager.cost()
+    if not layers_of(model):
+        call.not_checkpointed = NO_LAYERS
+    elif not call.trains:
+        call.not_checkpointed = NOT_TRAINED
+    else:
+        call.checkpointed = eager.cost(checkpointed)
+        call.not_checkpointed = "" if call.checkpointed is not None else NOT_FOLLOWED if eager.reached else NOT_CALLED
 
 
 def _name_of(model: Callable[..., Any]) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.tracing import Quiet, original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
@@ -25,6 +27,7 @@ SHOWN = 8
 ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
 
 
+@refusing(NotComparable, "streamfx.verify(...)")
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
@@ -45,7 +48,7 @@ def verify(
         The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
 
     Raises:
-        NotComparable: the call fails in eager, draws random numbers, or has no loss.
+        NotComparable: the call fails in eager, draws random numbers, has no loss, or computes nothing, as of an empty batch.
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
@@ -57,7 +60,7 @@ def verify(
         (True, True)
     """
     model = original(model)
-    asked, kwargs = options_among(model, options, kwargs, "streamfx.verify(...)")
+    asked, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
     given = resolved(asked)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
@@ -83,7 +86,9 @@ def verify(
         )
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
-    return Verification(list(sources), eager, streamed, lowest_precision(compilations, sources.values()), given.adjoints)
+    precision = lowest_precision(compilations, sources.values())
+    found = Verification(list(sources), eager, streamed, precision, given.adjoints)
+    return _saying_something(found, (args, kwargs))
 
 
 @contextmanager
@@ -162,6 +167,11 @@ class Verification:
     def max_error(self) -> float:
         """The largest relative difference, of the loss or of any gradient."""
         return max([self.loss_error, *self.errors.values()])
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether eager's loss and all its gradients are zero, or not a number."""
+        return not any(math.isfinite(number) and number for number in (self.loss, *self.norms.values()))
 
     @property
     def ok(self) -> bool:
@@ -275,6 +285,14 @@ def _check_functions(model: Any, loss: Any) -> None:
         raise NotComparable(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
+
+
+def _saying_something(found: Verification, inputs: Any) -> Verification:
+    """The same, unless nothing was computed: that nothing differs is no finding then."""
+    if found.ok and found.says_nothing and (empty := empty_among(inputs)):
+        nothing = f"{empty}, and the loss and all gradients are zero or not a number: nothing was compared"
+        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=nothing, do=DO)
+    return found
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:

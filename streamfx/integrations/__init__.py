@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from streamfx.arguments import refusing
+from streamfx.errors import IntegrationError
 from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import ORIGIN, Enabled, check_dynamic
-from streamfx.options import merged
+from streamfx.options import from_environment, merged
 
 if TYPE_CHECKING:
     from streamfx.integrations.callback import StreamCallback
@@ -27,6 +29,7 @@ def __getattr__(name: str) -> Any:
     return StreamCallback
 
 
+@refusing(IntegrationError, ORIGIN)
 def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any = None, **keywords: Any) -> Enabled:
     """Run a model, or the models of a trainer, through `backend="streambp"`, in place.
 
@@ -59,11 +62,13 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
           model (Sequential): the whole model, with its loss; 0 calls through streambp, 0 as they were
         >>> streamfx.disable(model)
     """
+    from_environment()  # a bad one would be said at the first call of the model
     given = merged(options, keywords, ORIGIN)
     check_dynamic(dynamic)
     return enabled(trainer_or_model, given, dynamic)
 
 
+@refusing(IntegrationError, "streamfx.disable(...)")
 def disable(trainer_or_model: Any) -> None:
     """Let a model, or the models of a trainer, run as they did before `streamfx.enable`.
 

@@ -31,7 +31,7 @@ def enabled_in(given: Any) -> list[Enabled]:
     """All that is enabled of a model or a trainer."""
     if isinstance(given, Enabled):
         return [given]
-    return _of(part for _, model in models_of(given) for part in model.modules())
+    return _of(part for _, model in models_of(given, "disable") for part in model.modules())
 
 
 def _of(modules: Iterable[nn.Module]) -> list[Enabled]:

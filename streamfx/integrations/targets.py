@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from streamfx.errors import IntegrationError
+from streamfx.inspection.layers import has_forward
 from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.target import Target
@@ -21,7 +22,8 @@ from streamfx.integrations.versions import check_versions
 from streamfx.torch_private import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
-ASKED = "streamfx.enable takes a module, or a trainer that has one"
+ASKED = "streamfx.{name} takes a module, or a trainer that has one"
+NO_FORWARD = "give the module that calls its parts, or write a forward"
 BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
 OWN_HEAD = "fused_lm_head"
 
@@ -56,15 +58,17 @@ def found_in(given: Any) -> Found:
     return Found(list(found.values()), list(engines))
 
 
-def models_of(given: Any) -> Iterator[tuple[str, nn.Module]]:
-    """A model, or those that a trainer holds, by name."""
+def models_of(given: Any, asked: str = "enable") -> Iterator[tuple[str, nn.Module]]:
+    """A model, or those that a trainer holds, by name; `asked` is the function that was given it."""
     if isinstance(given, nn.Module):
         yield "model", given
         return
     model = getattr(given, "model", None)
     if not isinstance(model, nn.Module):
         raise IntegrationError(
-            ASKED, found=f"a {_described(given)}", do="give the trainer after it was made, or the model itself"
+            ASKED.format(name=asked),
+            found=_described(given),
+            do="give the trainer after it was made, or the model itself",
         )
     yield "model", model
     for name in BESIDE:
@@ -85,8 +89,8 @@ def _check_trainer(trainer: Any) -> None:
 
 def _described(given: Any) -> str:
     if isinstance(given, type):
-        return f"class ({given.__name__}), not an object of it"
-    name = type(given).__name__
+        return f"a class ({given.__name__}), not an object of it"
+    name = f"a {type(given).__name__}"
     return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
 
 
@@ -104,6 +108,9 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
             found=f"a {type(model).__name__} of torch.jit",
             do="give the module that it was scripted or traced from",
         )
+    if not has_forward(model):
+        found = f"a {type(model).__name__} that has no forward: nothing of it runs when it is called"
+        raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
     wrapper = inside_of(model)
     if wrapper is None:
         return model, []

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from streamfx.errors import PlanError
+from streamfx.report.paths import is_file, is_there
 
 FOLDER = Path(__file__).parent / "configurations"
 FILE = "config.json"
@@ -29,10 +30,10 @@ def config_file(source: str | Path) -> Path:
     """
     path = Path(source)
     for candidate in (path / FILE, path):
-        if candidate.is_file():
+        if is_file(candidate):
             return candidate
     names = {name.lower(): name for name in builtin_names()}
-    if path.is_dir():
+    if is_there(path) and path.is_dir():
         raise PlanError(
             f"the folder {str(source)!r} has no {FILE}", do="give the folder of a Hugging Face model, or a configuration"
         )

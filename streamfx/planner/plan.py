@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from streamfx.arguments import described, did_you_mean, refusing
 from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.collector import uncollected
 from streamfx.errors import OptionError, PlanError
@@ -19,6 +19,7 @@ from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing
 from streamfx.planner.models import TYPES, built
+from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.planner.objectives import objective_called
 from streamfx.planner.optimizers import UPDATING, state_bytes
 from streamfx.planner.predict import Prediction
@@ -27,6 +28,20 @@ from streamfx.planner.search import Limits
 from streamfx.planner.shards import ZERO1, Sharding, checked_sharding
 from streamfx.planner.step import Inputs, SoughtBy, Step
 from streamfx.planner.tensors import check_plan
+
+CHOICES = {
+    "dtype": tuple(TYPES),
+    "quantize": SCHEMES,
+    "optimizer": OPTIMIZERS,
+    "shard": SHARDS,
+    "objective": OBJECTIVES,
+    "device": (*DEVICES, "here"),
+}
+SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
+FUNCTIONS = {
+    "inputs": "give inputs=, a function of (batch, length) that returns what the model takes, by name",
+    "noted": "give a function that is told each prediction",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Asked:
     noted: Callable[[Prediction], None] | None
 
 
+@refusing(PlanError, "streamfx.plan(...)")
 def plan(
     model: Any,
     *,
@@ -121,9 +137,12 @@ def plan(
 
 
 def _planned(asked: Asked) -> PlanReport:
-    _check(asked.dtype, asked.memory, asked.inputs)
+    _check_kinds(asked)
+    _check(asked.dtype, asked.memory)
     _check_host_memory(asked.host_memory)
-    _check_counts(seq=(asked.seq, 2), batch=(asked.batch, 1), group=(asked.group, 1), lora_rank=(asked.lora_rank or 1, 1))
+    _check_budgets(asked.memory, asked.options)
+    _check_counts(seq=(asked.seq, 2), batch=(asked.batch, 1), group=(asked.group, 1))
+    _check_counts(lora_rank=(1 if asked.lora_rank is None else asked.lora_rank, 1))
     _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
     _check_search(asked.memory, asked.max_length, asked.max_batch)
     wanted = objective_called(asked.objective, asked.group)
@@ -134,6 +153,7 @@ def _planned(asked: Asked) -> PlanReport:
     with uncollected():
         made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
     name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
+    _check_takes_ids(asked.model, asked)
     _check_made(made, asked.tensor, asked.context)
     state = state_bytes(made, asked.optimizer, ranks)
     kind = device_called(asked.device)
@@ -149,8 +169,7 @@ def _options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The backend's options; a name that is none may be a misspelt argument."""
     for name in keywords.keys() - set(NAMES):
         known = [*inspect.signature(plan).parameters, *NAMES]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, known)
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
         raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
     return merged(options, keywords, "streamfx.plan(...)")
@@ -183,16 +202,45 @@ def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
         raise PlanError(f"the {what} is asked for, but not within which memory", do="give memory='80GiB'")
 
 
-def _check(dtype: Any, memory: Any, inputs: Any) -> None:
+def _check(dtype: Any, memory: Any) -> None:
     if dtype not in TYPES:
         raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
     if not is_budget(memory):
         raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
-    if inputs is not None and not callable(inputs):
-        raise PlanError(
-            f"inputs cannot be a {type(inputs).__name__}",
-            do="give a function of (batch, length) that returns what the model takes",
-        )
+
+
+def _check_kinds(asked: Asked) -> None:
+    """Before what is asked for is looked up anywhere: names are texts, switches True or False, functions functions."""
+    for name, choices in CHOICES.items():
+        value = getattr(asked, name)
+        if not isinstance(value, str) and not (value is None and name == "quantize"):
+            raise PlanError(f"{name} cannot be {described(value)}", do=f"give one of {', '.join(choices)}")
+    for name in SWITCHES:
+        if not isinstance(value := getattr(asked, name), bool):
+            raise PlanError(f"{name} cannot be {described(value)}", do="give True or False")
+    for name, do in FUNCTIONS.items():
+        if (value := getattr(asked, name)) is not None and not callable(value):
+            raise PlanError(f"{name} cannot be {described(value)}", do=do)
+
+
+def _check_takes_ids(model: Any, asked: Asked) -> None:
+    """A model of somebody's own is given ids by name, where no function says what it takes."""
+    names = ("input_ids", "labels") if asked.objective == "sft" else ("input_ids",)
+    if not isinstance(model, nn.Module) or asked.inputs is not None:
+        return
+    try:
+        inspect.signature(model.forward).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        called = f"a model that is planned without inputs= is called with {' and '.join(names)}"
+        raise PlanError(called, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
+
+
+def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
+    """Both say what a step may take."""
+    budget = options.get("memory_budget")
+    if memory is not None and budget is not None and amount_of(memory) != amount_of(budget):
+        found = f"memory={memory!r} and memory_budget={budget!r}"
+        raise PlanError("what a step may take is said twice, differently", found=found, do="give memory= alone")
 
 
 def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from streamfx.arguments import refuse_unless
 from streamfx.budget import in_bytes
 from streamfx.collector import uncollected
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudget, PlanError, told
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
@@ -76,7 +77,7 @@ class Step:
         if self.ranks.context > 1:
             return part_of_a_sequence(batch, length // self.ranks.context)
         if self.inputs is not None:
-            return self.inputs(batch, length)
+            return _given(self.inputs, batch, length)
         return self.objective.inputs(self.objective.sequences * batch, length)
 
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
@@ -155,6 +156,18 @@ class Step:
 
     def _first_length(self, given: Mapping[str, Any]) -> int:
         return FIRST_LENGTH * self.ranks.context * (OFFLOADED if given.get("offload") == "inputs" else 1)
+
+
+def _given(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
+    """What a function of the user's says that a model takes."""
+    asked, do = f"inputs({batch}, {length}) says what the model takes", "let it return a dictionary of tensors by name"
+    try:
+        found = inputs(batch, length)
+    except Exception as error:
+        raise PlanError(asked, found=f"it raises {told(error)}", do=do) from error
+    by_name = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+    refuse_unless(by_name, PlanError, asked, found, do)
+    return found
 
 
 def _peaks(found: Prediction) -> tuple[int, int]:

@@ -73,6 +73,6 @@ def _lines(facts: Facts) -> Iterator[str]:
         return
     cost = predicted(facts)
     stages = [report.as_dict() for report in stage_reports(facts, 0, cost.loops)]
-    yield f"a graph of {sequence_length(facts)} rows: {how_many_stream([stage['kind'] for stage in stages])}"
+    yield f"a graph of {sequence_length(facts)} rows: {how_many_stream([stage['kind'] for stage in stages], cost.streamed_share)}"
     yield f"  memory   {in_bytes(cost.peak)} at the peak for activations and gradients (predicted)"
     yield from stage_lines(stages, cost.flops)

@@ -15,7 +15,7 @@ from streamfx.log import log
 from streamfx.report.brief import predicted
 from streamfx.report.reasons import FITS, why_no_stages
 from streamfx.report.stages import stage_reports
-from streamfx.report.text import how_many_stream
+from streamfx.report.text import how_far_back, how_many_stream
 
 MORE = "streamfx.explain shows more"
 
@@ -46,9 +46,10 @@ class Compiled:
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
         cost = predicted(facts)
-        stages = stage_reports(facts, 0, cost.loops)
-        kinds = [stage.kind for stage in stages]
-        streams = how_many_stream(kinds) + (f" ({MORE})" if "whole" in kinds else "")
+        kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
+        streams = how_many_stream(kinds, cost.streamed_share) + (f" ({MORE})" if "whole" in kinds else "")
+        reach = [truncation.rows for truncation in facts.truncations.values()]
+        streams += how_far_back(reach[0], len(reach)) if reach else ""
         rows = sorted({loop.rows for loop in cost.loops.values()})
         chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
         return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"

@@ -21,11 +21,14 @@ NO_LOOPS = (
     'no loop of streamfx ran: nothing in this block was compiled with backend="streambp", or all of it runs as it stands; '
     "streamfx.explain says which"
 )
+NOTHING = "nothing was allocated in the thread that entered the block, and torch's profiler sees no other thread but autograd's"
 
 
 @dataclass(frozen=True)
 class LoopRan:
-    """One run of a loop, in seconds since the step began, and the most bytes that were alive during it, as in `Measured`."""
+    """One run of a loop, in seconds since the step began, and the most bytes that were alive during it, as in `Measured`; None
+    where nobody saw them.
+    """
 
     name: str
     stage: str
@@ -33,7 +36,7 @@ class LoopRan:
     chunks: int
     begins: float
     ends: float
-    peak_bytes: int = 0
+    peak_bytes: int | None = 0
 
     @property
     def seconds(self) -> float:
@@ -42,33 +45,41 @@ class LoopRan:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step: at each of the `moments` so many bytes were `alive`, beyond those that were at its begin."""
+    """A step: at each of the `moments` so many bytes were `alive`, beyond those that were at its begin. `unseen` says why nobody
+    saw bytes, or not all; then none are told, as what is not measured is not zero.
+    """
 
     seconds: float
     moments: tuple[float, ...]
     alive: tuple[int, ...]
     loops: tuple[LoopRan, ...]
     device: str
+    unseen: str = ""
 
     @property
-    def peak_bytes(self) -> int:
-        return max(self.alive, default=0)
+    def peak_bytes(self) -> int | None:
+        return None if self.unseen else max(self.alive, default=0)
 
     @cached_property
     def timeline(self) -> Timeline:
         """The same as a timeline, such as `explain` predicts."""
         loops = tuple(LoopTime(loop.name, loop.begins, loop.ends, loop.chunks, loop.chunks) for loop in self.loops)
         turn = next((loop.begins for loop in self.loops if loop.half == "backward"), self.seconds)
-        moments, alive = (0.0, *self.moments), (0, *self.alive)
-        course = Course("streamfx", moments, {"bytes over the begin": alive}, turn, self.seconds, loops=loops)
+        moments = () if self.unseen else (0.0, *self.moments)
+        terms = {} if self.unseen else {"bytes over the begin": (0, *self.alive)}
+        course = Course("streamfx", moments, terms, turn, self.seconds, loops=loops)
         return Timeline((course.shortened(MOST_POINTS),), "the host's clock", MEASURED)
 
 
 def measured(
-    begin: int, end: int, moves: Sequence[tuple[int, int, str]], ran: Sequence[tuple[int, int, str, str, str, int]]
+    begin: int,
+    end: int,
+    moves: Sequence[tuple[int, int, str]],
+    ran: Sequence[tuple[int, int, str, str, str, int]],
+    unseen: str = "",
 ) -> Measured:
     """All moments in nanoseconds; `moves` are those of allocators, `ran` the begin and the end of each loop, its name, its
-    stage, its half and its chunks.
+    stage, its half and its chunks. `unseen` says why moves are missing, if some are; where there are none at all, nobody saw any.
 
     Bytes are those of the accelerator where one took any, else of the host.
 
@@ -80,11 +91,18 @@ def measured(
     device = kinds[0] if kinds else "cpu"
     own = [(at, size) for at, size, kind in moves if kind == device and begin <= at <= end]
     moments, alive = [at for at, _ in own], list(accumulate(size for _, size in own))
+    unseen = unseen or ("" if own else NOTHING)
+
+    def highest(first: int, last: int) -> int | None:
+        return None if unseen else _highest(moments, alive, first, last)
+
     loops = [
-        LoopRan(name, stage, half, chunks, _seconds(first, begin), _seconds(last, begin), _highest(moments, alive, first, last))
+        LoopRan(name, stage, half, chunks, _seconds(first, begin), _seconds(last, begin), highest(first, last))
         for first, last, name, stage, half, chunks in ran
     ]
-    return Measured(_seconds(end, begin), tuple(_seconds(at, begin) for at in moments), tuple(alive), tuple(loops), device)
+    return Measured(
+        _seconds(end, begin), tuple(_seconds(at, begin) for at in moments), tuple(alive), tuple(loops), device, unseen
+    )
 
 
 def _seconds(moment: int, begin: int) -> float:
@@ -105,7 +123,11 @@ def table_of(found: Measured, predicted: int | None) -> Iterator[str]:
     )
     yield f"streamfx: a step of {in_seconds(found.seconds)}{share}"
     beside = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
-    yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, over what was alive before ({found.device}){beside}"
+    peak = found.peak_bytes
+    if peak is None:
+        yield f"  memory   not measured: {found.unseen}{beside}"
+    else:
+        yield f"  memory   {in_bytes(peak)} at the peak, over what was alive before ({found.device}){beside}"
     if not found.loops:
         yield f"  {NO_LOOPS}"
         return
@@ -133,7 +155,8 @@ def _row(run: Sequence[LoopRan], whole: float) -> tuple[str, ...]:
     names = list(dict.fromkeys(loop.stage for loop in (reversed(run) if run[0].half == "backward" else run)))
     seconds = sum(loop.seconds for loop in run)
     chunks = sum(loop.chunks for loop in run)
-    peak = in_bytes(max(loop.peak_bytes for loop in run))
+    peaks = [loop.peak_bytes for loop in run if loop.peak_bytes is not None]
+    peak = in_bytes(max(peaks)) if peaks else "-"
     return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, whole), peak
 
 
@@ -148,6 +171,7 @@ def as_plain(found: Measured, predicted: int | None) -> dict[str, Any]:
         "seconds": found.seconds,
         "peak_bytes": found.peak_bytes,
         "predicted_peak_bytes": predicted,
+        "unseen": found.unseen or None,
         "device": found.device,
         "loops": loops,
     }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Hashable, Iterable
 
 from torch import fx
 
@@ -19,7 +18,9 @@ from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
 from streamfx.report.brief import predicted
+from streamfx.report.names import unnumbered
 from streamfx.report.reasons import why_no_stages
+from streamfx.report.stages import source_lines
 
 MUCH_WORK = 10**11  # FLOPs of a graph: with less, nobody misses the loops
 MORE = "streamfx.explain shows more"
@@ -35,7 +36,7 @@ NO_GAIN = (
 
 
 def tell_of_no_gain(facts: Facts, options: Options) -> None:
-    """Say of a training step's graph with much work that no memory is saved, once for each reason.
+    """Say of a training step's graph with much work that no memory is saved, once for each reason and model, whatever the length.
 
     Within a memory budget more is taken on purpose. What other ranks hold is not counted, so of their graphs only those are told
     of that do not stream at all. What cannot be told must not keep a graph from being compiled.
@@ -46,7 +47,8 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
     if flops < MUCH_WORK:
         return
     if facts.program is None:
-        _tell_once(WHOLE_GRAPH.format(flops=float(flops), why=why_no_stages(facts)))
+        why = why_no_stages(facts)
+        _tell_once((unnumbered(why), _code(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
     elif options.memory_budget is None and not has_collectives(facts.joint.graph):
         try:
             ours, other = predicted(facts).peak, checkpointing_bytes(facts)
@@ -54,7 +56,7 @@ def tell_of_no_gain(facts: Facts, options: Options) -> None:
             log.info("not known whether a graph saves memory: %s", told(error))
             return
         if ours >= other:
-            _tell_once(NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
+            _tell_once((NO_GAIN, _code(facts)), NO_GAIN.format(flops=float(flops), ours=in_bytes(ours), other=in_bytes(other)))
 
 
 def checkpointing_bytes(facts: Facts) -> int:
@@ -80,6 +82,16 @@ def _bytes(values: Iterable[fx.Node]) -> int:
     return sum(bytes_like(node.meta.get("val")) for node in values)
 
 
-@cache
-def _tell_once(text: str) -> None:
-    log.warning("%s", text)
+_told: set[Hashable] = set()
+
+
+def _tell_once(about: Hashable, text: str) -> None:
+    if about not in _told:
+        _told.add(about)
+        log.warning("%s", text)
+
+
+def _code(facts: Facts) -> Hashable:
+    """What a graph has in common with that of the same model at another length: lines of code, and the kinds of its weights."""
+    weights = (primal.meta["val"] for primal in facts.joint.primals if primal.meta.get("streamfx_static_address"))
+    return source_lines(facts.joint.nodes), tuple((value.dtype, tuple(value.shape)) for value in weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -98,6 +98,7 @@ class _View:
         whole = [self.found[node] for node in (*stage.forward, *stage.backward) if node in self.found]
         if not loops and not whole:
             return None
+        whole = whole if loops else [replace(item, matters=True) for item in whole]  # there is nothing beside them
         costs = [self.costs[loop.spec.name] for loop in loops]
         attention = attention_kinds(stage, self.facts)
         return StageReport(

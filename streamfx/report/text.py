@@ -8,11 +8,13 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.report.names import joint_name, unnumbered
-from streamfx.report.verdict import CHECKPOINTING, EAGER, Taken, verdict, why_nothing_streams
+from streamfx.report.verdict import CHECKPOINTING, EAGER, Taken, gains, verdict, why_nothing_streams
 from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
 NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
+NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
+IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
 
@@ -51,7 +53,10 @@ def verdict_of(summary: Mapping[str, Any], counted: str = "memory for activation
     if summary["checkpointing_peak_bytes"] is not None:
         others.insert(0, Taken(CHECKPOINTING, summary["checkpointing_peak_bytes"], summary["checkpointing_flops"]))
     ours = Taken("streambp", summary["peak_bytes"], summary["flops"])
-    return verdict(ours, others, why_nothing_streams(summary["stages"]), counted=counted)
+    why_whole = why_nothing_streams(summary["stages"])
+    if not summary["trains"] and why_whole is None and not gains(ours, others):
+        return f"{NOT_TRAINED}: {in_bytes(ours.peak_bytes)} at the peak, {in_bytes(others[0].peak_bytes)} in {others[0].way}"
+    return verdict(ours, others, why_whole, counted=counted)
 
 
 def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
@@ -59,18 +64,26 @@ def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
     return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
 
 
-def how_many_stream(kinds: Sequence[str], traced: str = "") -> str:
-    """
-    >>> how_many_stream(["streamed", "whole"]), how_many_stream(["streamed"], "traced ")
+def how_many_stream(kinds: Sequence[str], share: float, traced: str = "") -> str:
+    """Of stages, and of FLOPs: `share` of them are in loops.
+
+    >>> how_many_stream(["streamed", "whole"], 0.5), how_many_stream(["streamed"], 1.0, "traced ")
     ('1 of 2 stages run whole', 'every traced stage streams')
+    >>> how_many_stream(["streamed"], 0.25), how_many_stream([], 1.0)
+    ('every stage streams in part: 25.0 % of the FLOPs are in loops', 'nothing streams')
     """
+    if not kinds:
+        return "nothing streams"
     whole = kinds.count("whole")
-    return f"{whole} of {len(kinds)} {traced}stages run whole" if whole else f"every {traced}stage streams"
+    if whole:
+        return f"{whole} of {len(kinds)} {traced}stages run whole"
+    every = f"every {traced}stage streams"
+    return every if share >= IN_PART else f"{every} in part: {100 * share:.1f} % of the FLOPs are in loops"
 
 
 def headline(summary: Mapping[str, Any]) -> str:
     traced = "traced " if is_traced_in_part(summary) else ""
-    streams = how_many_stream([stage["kind"] for stage in summary["stages"]], traced)
+    streams = how_many_stream([stage["kind"] for stage in summary["stages"]], summary["streamed_flops_share"], traced)
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
@@ -103,6 +116,8 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
     checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
     yield f"           {in_bytes(baseline)} in eager{checkpointed}"
+    if summary["not_checkpointed"]:
+        yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
     yield f"  compute  {in_flops(flops)}, {100 * summary['streamed_flops_share']:.1f} % of it in loops over chunks"
     yield f"           {in_flops(before)} in eager{ratio}"
     yield from wire_totals(summary["wire"])

@@ -91,7 +91,7 @@ class OuterRunner:
 
     def __call__(self, arguments: list[Any]) -> Any:
         self._check_gradients(arguments)
-        if watching.by is not None and self.about is not None:
+        if watching.by is not None and self._saves_after is not None:
             watching.by.half(self.about)
         if self._is_backward:
             arguments[:] = map(unmarked, arguments)

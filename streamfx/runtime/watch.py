@@ -22,7 +22,7 @@ class Watch(Protocol):
     """What is told of runs."""
 
     def half(self, about: Any) -> None:
-        """A forward half begins, of which `about` is known."""
+        """A forward half begins, of which `about` is known; None of one that runs as it stands."""
 
     def loop(self, name: str, place: Place, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Runs a loop, and returns its results."""

@@ -138,11 +138,17 @@ def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCA
         replace(decoder.layers[0], mixer=random.choice(list(mixers)), **drawn(Layer, random, "core", "mlp", "wiring"))
         for _ in range(random.choice((1, 2)))
     ]
-    lengths = (
-        {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))} if random.random() < 0.3 else {"calls": "one"}
-    )
-    lengths.setdefault("length", max(decoder.length, 3))  # eager scans no rows either
-    own = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64", "compiled": True, **lengths}
+    lengths: dict[str, Any] = {"calls": "one", "length": max(decoder.length, 3)}  # eager scans no rows either
+    if random.random() < 0.3:
+        lengths = {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))}
+    own: dict[str, Any] = {
+        "extra": "none",
+        "bend": "none",
+        "bodies": "eager",
+        "precision": "float64",
+        "compiled": True,
+        **lengths,
+    }
     return replace(decoder, layers=tuple(layers), adjoints=random.choice(("exact", "all")), **own)
 
 

@@ -1,0 +1,93 @@
+"""Arguments that cannot be: what was asked, what was found, what to do. Nothing is changed before they are looked at."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from streamfx.errors import OptionError, StreamFXError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Refusal = type[StreamFXError]
+LONGEST = 80  # letters of a value in an error
+BY_NAME = "write options={'chunk_size': 1024}, or the options by their names: chunk_size=1024"
+
+
+def described(value: Any) -> str:
+    """A value and its kind, in a line.
+
+    >>> described(3), described(int)
+    ('3 (int)', 'the class int')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an object that cannot even be shown
+        text = "an object"
+    kind = type(value).__name__
+    return f"{text} ({kind})" if len(text) <= LONGEST else f"a {kind}"
+
+
+def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
+    """A hint at the one of some words that is nearest; nothing where none is near.
+
+    >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
+    ("did you mean 'chunk_size'? ", '')
+    """
+    near = difflib.get_close_matches(str(word), [str(one) for one in known], n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:
+    """Raises the error unless something holds; `found` is a value, or a text that says what was found."""
+    if not holds:
+        raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
+
+
+def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a public function: what it is called with has to fit its signature, or the error says what it takes."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as wrong:
+                raise _Misfit(signature, args, kwargs, what).as_error(error, origin, str(wrong)) from None
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorated
+
+
+class _Misfit:
+    """A call that does not fit a signature, told without `self`."""
+
+    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+        parameters = list(signature.parameters.values())
+        own = int(bool(parameters) and parameters[0].name == "self")
+        self.parameters, self.args, self.kwargs, self.what = parameters[own:], args[own:], kwargs, what
+
+    def as_error(self, error: Refusal, origin: str, wrong: str) -> StreamFXError:
+        names = [one.name for one in self.parameters if one.kind is not one.VAR_KEYWORD]
+        takes = f"it takes {', '.join(names)}" if names else "it takes nothing"
+        positional = [one for one in self.parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        meant = [value for value in self.args[len(positional) :] if isinstance(value, Mapping) or hasattr(value, "given")]
+        if meant:  # options, as a mapping or as streamfx.Options
+            found = f"{described(meant[0])} as a positional argument"
+            return OptionError(f"{origin} takes options by name", found=found, do=BY_NAME)
+        unknown = next((name for name in self.kwargs if name not in names), None)
+        if unknown is not None:
+            found = f"{unknown}={described(self.kwargs[unknown])}"
+            return error(f"{origin} has no {self.what} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
+        given = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
+        asked = f"{origin} was called with other arguments than it takes"
+        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=takes)
