@@ -71,6 +71,25 @@ def test_what_is_no_number_in_eager_either_is_the_same() -> None:
     assert relative_difference(torch.tensor([1.0, 2.0, float("inf")]), some, 0.0) == float("inf")
 
 
+@pytest.mark.parametrize("how", ["enabled", "compiled", "a part that is compiled"])
+def test_eager_is_the_model_as_it_was_written(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with is not the backend once more, where a model was enabled before, and its calls are not counted."""
+    model = Causal().double()
+    enabled = streamfx.enable(model, outputs="dense") if how == "enabled" else None
+    part = model if how == "compiled" else next(module for module in model.modules() if isinstance(module, nn.Linear))
+    if enabled is None:
+        part.compile(backend="streambp")
+    before = str(enabled)
+    assert streamfx.verify(model, IDS, IDS, outputs="dense").ok
+    found = streamfx.explain(model, IDS, IDS, outputs="dense").summary()
+    assert found == streamfx.explain(Causal().double(), IDS, IDS, outputs="dense").summary()
+    assert str(enabled) == before
+    monkeypatch.setattr(sums, "add", lambda total, part: total.add_(part, alpha=2))
+    torch._dynamo.reset()
+    assert not streamfx.verify(model, IDS, IDS, outputs="dense").ok
+    assert (part._compiled_call_impl if enabled is None else model._compiled_call_impl) is not None
+
+
 def test_the_table_shows_the_worst_first() -> None:
     text = str(streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"}))
     for part in ("the same as eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):

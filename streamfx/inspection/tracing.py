@@ -153,8 +153,6 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
 
     with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
-        for module in modules_of(model):
-            module._compiled_call_impl = None  # `model.compile()` was called: see what is underneath
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)

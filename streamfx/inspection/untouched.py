@@ -26,6 +26,7 @@ from streamfx.torch_private import (
 )
 
 WRAPPED = (FunctionType, MethodType, functools.partial)
+ENABLED = "_is_of_streamfx"  # an attribute of what `enable` puts in place of a module's forward, which it wraps
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
@@ -70,15 +71,27 @@ def _is_filled(cell: Any) -> bool:
 
 @contextmanager
 def untouched(model: Callable[..., Any]) -> Iterator[None]:
-    """Whatever is assigned to attributes, written to buffers, and drawn at random, is undone."""
+    """Whatever is assigned to attributes, written to buffers, and drawn at random, is undone. Until then the model runs as it was
+    written, where it is enabled or compiled, too.
+    """
     modules = modules_of(model)
     kept = [(module, _attributes(module)) for module in modules]
     with randomness_kept(), buffers_kept(modules):
         try:
+            for module in modules:
+                _as_written(module)
             yield
         finally:
             for module, attributes in kept:
                 _put_back(module.__dict__, attributes)
+
+
+def _as_written(module: nn.Module) -> None:
+    """Take off what `model.compile()` or `enable` has put over a module's forward."""
+    module._compiled_call_impl = None
+    forward = module.__dict__.get("forward")
+    if hasattr(forward, ENABLED):
+        module.__dict__["forward"] = forward.__wrapped__
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.backend import streambp
+from streamfx.inspection.untouched import ENABLED
 from streamfx.integrations.calls import CallCounts, Calls, generates, keeps_cache, run, without_cache
 from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
@@ -26,19 +27,18 @@ from streamfx.torch_private.dynamo import isolated
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
 USE_CACHE = "use_cache"
-MARK = "_is_of_streamfx"
 
 
 def is_enabled(module: nn.Module) -> bool:
     """Whether a module's forward has been replaced by an earlier `enable`."""
-    return hasattr(module.__dict__.get("forward"), MARK)
+    return hasattr(module.__dict__.get("forward"), ENABLED)
 
 
 def calls_of(module: nn.Module) -> Calls | Part | None:
     """What an earlier `enable` has put in place of a module's calls."""
     for slot in (module._compiled_call_impl, module.__dict__.get("forward")):
-        if isinstance(slot, Calls) or hasattr(slot, MARK):
-            return slot if isinstance(slot, Calls) else getattr(slot, MARK)
+        if isinstance(slot, Calls) or hasattr(slot, ENABLED):
+            return slot if isinstance(slot, Calls) else getattr(slot, ENABLED)
     return None
 
 
@@ -102,7 +102,7 @@ class Part:
         # Dynamo may be looking for frames to compile when a root calls it: this one is not
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, before)
-        setattr(self._installed, MARK, self)
+        setattr(self._installed, ENABLED, self)
 
     def install(self) -> None:
         self._refused = let_trace(self.module)
