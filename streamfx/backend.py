@@ -34,6 +34,7 @@ from streamfx.passes.operators.collectives import has_collectives, has_unused_wa
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
+from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief, priced
@@ -69,6 +70,11 @@ INTERNAL = (
 )
 NOT_DEFERRED = (
     "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
+    "Please report this; strict=True raises the error instead."
+)
+
+NO_TREES = (
+    "associative scans of a graph run whole: the search for them failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
 
@@ -123,6 +129,7 @@ class Compilation:
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
+    traced: fx.GraphModule = field(init=False)  # what AOTAutograd gets: `module`, with operators for associative scans
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
@@ -170,9 +177,10 @@ class Compilation:
             decompositions=DECOMPOSITIONS,
         )
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+        self.traced = self.with_trees()
         deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
-        compiled = compiler(self.module if deferral is None else deferral.module, inputs)
+        compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
             compiled = InStages(compiled, self.chain)
         if deferral is not None:
@@ -191,12 +199,22 @@ class Compilation:
             furthest.guard(self.module.graph)
         return furthest is not None
 
+    def with_trees(self) -> fx.GraphModule:
+        """The graph with one operator for each associative scan, where it has any."""
+        try:
+            return with_trees(self.module)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning(NO_TREES, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
+            return self.module
+
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
         if self.options.outputs == "dense":
             return None
         try:
-            deferral = defer_outputs(self.module)
+            deferral = defer_outputs(self.traced)
         except Exception as error:
             if self.options.strict:
                 raise

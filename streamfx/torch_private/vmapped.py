@@ -1,0 +1,24 @@
+"""How Dynamo writes `torch.vmap` into a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch  # 2.11, 2.13
+
+ENTER_VMAP: Any = predispatch._vmap_increment_nesting  # (rows, randomness): the level
+LEAVE_VMAP: Any = predispatch._vmap_decrement_nesting
+ADD_BATCH: Any = predispatch._add_batch_dim  # (value, dim, level): a row of it
+REMOVE_BATCH: Any = predispatch._remove_batch_dim  # (row, level, rows, dim)
+LOAD: Any = predispatch.lazy_load_decompositions
+SLICE: Any = torch.ops.aten.slice  # as an associative scan calls it: the packet
+
+
+def traced_on_rows(function: fx.GraphModule, rows: list[torch.Tensor]) -> fx.GraphModule:
+    """The operators of ATen that a function calls on values like these, under autocast if it is on (2.11, 2.13)."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(function)(*rows)
