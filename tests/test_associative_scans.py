@@ -13,7 +13,9 @@ from torch import Tensor, fx
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
+from streamfx.backend import Compilation
 from streamfx.ir.facts import Form
+from streamfx.options import Options
 from streamfx.passes.recurrences.trees import with_trees
 from streamfx.runtime.associative import TREE_SCAN, Associative, AssociativeBackward
 from streamfx.runtime.trees import levels_behind, pulled_back, scanned
@@ -144,7 +146,7 @@ def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1
     return compare(decoders.made(lambda: Mixed(mixer, layers)), {"ids": ids, "labels": ids}, **options)
 
 
-@pytest.mark.parametrize("mixer", spread(STREAMS, 3), ids=lambda mixer: mixer.__name__)
+@pytest.mark.parametrize("mixer", spread(STREAMS, 4), ids=lambda mixer: mixer.__name__)
 def test_rows_are_combined_chunk_by_chunk(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 7, LENGTH))
     (facts,) = report.facts
@@ -212,19 +214,105 @@ def test_types_that_the_model_switches_inside() -> None:
     assert not scans(compared(cast, chunk_size=3, streams=None, tolerance=1e-2))
 
 
-@pytest.mark.parametrize("lengths", [(11, 7, 13)])
-def test_other_lengths_later(lengths: tuple[int, ...]) -> None:
+def test_other_lengths_and_batches_later() -> None:
+    """The tree of another length has other levels: each is compiled. What is compiled for one batch is for any."""
     torch._dynamo.reset()
     eager, own = (decoders.made(lambda: Mixed(decayed)) for _ in range(2))
-    model = torch.compile(own, backend="streambp", options={"chunk_size": 4, "loss_chunk_size": 4})
-    for length in lengths:
-        ids = layouts.tokens(23, 2, length, length)
+    compilations: list[Any] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        compilations.append(Compilation(module, Options(chunk_size=4, loss_chunk_size=4, strict=True)))
+        return compilations[-1].compile(inputs)
+
+    model = torch.compile(own, backend=backend)
+    for batch, length in ((2, 11), (2, 7), (3, 7), (4, 7)):
+        ids = layouts.tokens(23, batch, length, length)
         gradients = []
         for call, kind in ((eager, eager), (model, own)):
             kind.zero_grad()
             call(ids, ids).backward()
             gradients.append({name: each.grad for name, each in kind.named_parameters() if each.grad is not None})
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    assert len(compilations) == 3
+    nodes = [[node.target for node in each.facts[-1].joint.nodes] for each in compilations]
+    assert all(any(isinstance(target, Associative) for target in targets) for targets in nodes)
+
+
+# -- what only looks like one
+
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def by_hand(
+    x: Tensor, function: Callable[[int], Function], first: int = 0, level: int = 0, shown: list[Tensor] | None = None
+) -> Tensor:
+    """The tree of one leaf that PyTorch makes, with a function for each level; even rows may begin somewhere else."""
+    if len(x) < 2:
+        return x
+
+    def combined(one: Tensor, other: Tensor) -> Tensor:
+        made: Tensor = torch.vmap(function(level), in_dims=(0, 0), out_dims=0)(one, other)
+        return made
+
+    pairs = combined(torch.ops.aten.slice(x, 0, 0, -1, 2), torch.ops.aten.slice(x, 0, 1, None, 2))
+    if shown is not None:
+        shown.append(pairs)
+    odds = by_hand(pairs, function, first, level + 1)
+    left = torch.ops.aten.slice(odds, 0, 0, -1) if len(x) % 2 == 0 else odds
+    evens = combined(left, torch.ops.aten.slice(x, 0, 2, None, 2))
+    start = torch.ops.aten.slice(x, 0, first, first + 1)
+    evens = torch.cat([start, evens], dim=0) if len(evens) else start
+    if len(evens) == len(odds):
+        return torch.flatten(torch.stack([evens, odds], dim=1), start_dim=0, end_dim=1)
+    odds = F.pad(odds, [0] * (2 * x.dim() - 1) + [1])
+    both = torch.flatten(torch.stack([evens, odds], dim=1), start_dim=0, end_dim=1)
+    return torch.ops.aten.slice(both, 0, 0, len(x))
+
+
+def product(one: Tensor, other: Tensor) -> Tensor:
+    return one * other.cos()
+
+
+def quotient(one: Tensor, other: Tensor) -> Tensor:
+    return one / (2 + other.sin())
+
+
+def turned(one: Tensor, other: Tensor) -> Tensor:
+    return other * one.cos()
+
+
+def shown_inside(m: Mixed, x: Tensor) -> Tensor:
+    shown: list[Tensor] = []
+    made = by_hand(x.movedim(1, 0), lambda level: product, shown=shown)
+    return m.out(made.movedim(0, 1) + shown[0].sum())
+
+
+OTHERS: dict[str, Mixer] = {
+    "another function on the second level": lambda m, x: m.out(
+        by_hand(x.movedim(1, 0), lambda level: quotient if level == 1 else product).movedim(0, 1)
+    ),
+    "the other way round on the second level": lambda m, x: m.out(
+        by_hand(x.movedim(1, 0), lambda level: turned if level == 1 else product).movedim(0, 1)
+    ),
+    "from another row on": lambda m, x: m.out(by_hand(x.movedim(1, 0), lambda level: product, first=1).movedim(0, 1)),
+    "a level that is a result": shown_inside,
+    "a function that reads by strides": lambda m, x: m.out(
+        along(lambda a, b: torch.as_strided(a, a.shape, a.stride()).sin() + b, x)
+    ),
+    "a function that writes": lambda m, x: m.out(along(lambda a, b: (a * 1).mul_(b), x)),
+}
+
+
+def test_a_tree_by_hand_is_one_too() -> None:
+    assert scans(compared(lambda m, x: m.out(by_hand(x.movedim(1, 0), lambda level: product).movedim(0, 1)), chunk_size=3))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_one(name: str) -> None:
+    """Levels above the one that differs may be a tree of their own, of fewer rows."""
+    made = scans(compared(OTHERS[name], chunk_size=3, streams=None))
+    assert all(node.target.plan.length < LENGTH for node in made)  # type: ignore[union-attr]
 
 
 # -- the tree itself

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.recurrence import RecurrenceAxes, TreePlan
@@ -16,7 +16,7 @@ from streamfx.ir.signature import LetterShape
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation, results_in_use
 from streamfx.passes.canonicalization.stateful_operators import behind, takers
-from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward
+from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
 
 ROWS = 0  # the letter of what follows one another
 
@@ -37,13 +37,13 @@ class TreeScan:
 
 @equation(TREE_SCAN)
 def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
-    """associative_scan(rows) -> y                       ->   recurrence(rows) -> y
-    associative_scan_backward(dy, rows) -> drows         ->   recurrence(dy, rows) -> drows, from the last row on
+    """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
+    associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, from the last row on
     """
     call, parts = TreeScan.read(node.args), results_in_use(node)
     backwards = list(_backwards(call))
     of_backwards = [results_in_use(each) for each in backwards]
-    if parts is None or None in of_backwards or not all(type(size) is int for row in call.rows for size in shape_of_node(row)):
+    if parts is None or None in of_backwards or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
     made = writer.call(Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
     found = _taken(made, parts, writer)
@@ -88,12 +88,15 @@ def _plan(
         tuple(own(shape_of_node(operands[number][0]), operands[number][1]) for number in results),
         ROWS,
     )
-    values: list[Tensor] = [row.meta["val"] for row in call.rows]
+    types = tuple(row.meta["val"].dtype for row in call.rows)
+    (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
+    assert isinstance(length, int)
     return TreePlan(
         name=f"associative_scan{'' if absent is None else '_backward'}_{call.combine:x}"[:40],
         combine=call.combine,
-        kinds=tuple((tuple(value.shape[1:]), value.dtype) for value in values),
-        length=len(values[0]),
+        types=types,
+        length=length,
+        carried=bytes_of_blocks([shape[1:] for shape in shapes], types, length),
         results=tuple(results),
         axes=axes,
         absent=absent or frozenset(),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.ir.sizes import shape_of
 from streamfx.passes.recurrences.combining import Body, combine_of
 from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
@@ -107,16 +108,19 @@ class _Reader:
     """Reads operators in the order in which `generic_associative_scan` calls them, of PyTorch 2.11 to 2.13."""
 
     def __init__(self, first: fx.Node) -> None:
-        self.at, self.own = first, list[fx.Node]()
+        self.at, self.own, self.sizes = first, list[fx.Node](), list[fx.Node]()
         self.body: Body | None = None
 
     def tree(self) -> Tree:
         elements = self._elements()
         results = self._scan(elements)
         own = set(self.own)
+        for size in reversed(self.sizes):
+            if own.issuperset(size.users):
+                own.add(size)
         if self.body is None or any(user not in own for node in own.difference(results) for user in node.users):
             raise NoTree
-        return Tree(elements, results, self.own, self.body)
+        return Tree(elements, results, [node for node in elements[0].graph.nodes if node in own], self.body)
 
     def _elements(self) -> list[fx.Node]:
         """What the first slices cut into halves."""
@@ -124,13 +128,13 @@ class _Reader:
         while node.target is SLICE and node.args[1:] == (0, 0, -1, 2):
             found.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
-        shapes = [_shape(node) for node in found]
-        if len({shape[0] for shape in shapes}) != 1 or shapes[0][0] < 2 or any(0 in shape for shape in shapes):
+        counts = {_count(node) for node in found}
+        if len(counts) != 1 or min(counts) < 2 or any(0 in shape_of(node.meta[EXAMPLE]) for node in found):
             raise NoTree
         return found
 
     def _scan(self, rows: list[fx.Node]) -> list[fx.Node]:
-        count = _shape(rows[0])[0]
+        count = _count(rows[0])
         if count < 2:
             return rows
         halves = [*self._slices(rows, 0, -1, 2), *self._slices(rows, 1, None, 2)]
@@ -148,36 +152,43 @@ class _Reader:
         return first if is_alone else self._take(torch.cat, [first, rest], dim=0)
 
     def _interleaved(self, one: fx.Node, other: fx.Node) -> fx.Node:
-        (count, *row), more = _shape(one), _shape(one)[0] != _shape(other)[0]
+        count, more = _count(one), _count(one) != _count(other)
         if more:
-            other = self._take(PAD, other, [*(0 for _ in row), *(0 for _ in row), 0, 1], "constant", None)
+            before = 2 * (one.meta[EXAMPLE].dim() - 1) + 1
+            other = self._take(PAD, other, [*(0 for _ in range(before)), 1], "constant", None)
         both = self._take(torch.stack, [one, other], dim=1)
         flat = self._take(torch.flatten, both, start_dim=0, end_dim=1)
         return self._take(SLICE, flat, 0, 0, 2 * count - 1) if more else flat
 
     def _combined(self, operands: Sequence[fx.Node], like: Sequence[fx.Node], count: int) -> list[fx.Node]:
         """What one function makes of rows, two of each leaf: each time the same, of the same kind."""
-        if self.at.target is LOAD:
-            self._take(LOAD)
+        self._take(LOAD)
         self._take(ENTER_VMAP, count, "error")
         level = self.at.args[2] if self.at.target is ADD_BATCH else None
         rows = [self._take(ADD_BATCH, operand, 0, level) for operand in operands]
         inside = list[fx.Node]()
         while self.at.target is not REMOVE_BATCH:
             inside.append(self._next(self.at.op in ("call_function", "call_method")))
-        ends = [self.at, *_following(self.at, len(like) - 1)]
+        ends = _row_of(self.at, len(like))
         body = Body.read(rows, inside, [end.args[0] for end in ends])
         made = [self._take(REMOVE_BATCH, end.args[0], level, count, 0) for end in ends]
         self._take(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoTree
         self.body = body
-        if any(_kind(node, count) != _kind(row, count) or _shape(node)[0] != count for node, row in zip(made, like, strict=True)):
+        if any(_kind(node) != _kind(row) or _count(node) != count for node, row in zip(made, like, strict=True)):
             raise NoTree
         return made
 
     def _take(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self._next(self.at.target is target and self.at.args == args and self.at.kwargs == kwargs)
+        self._pass_sizes()
+        return self._next(self.at.target is target and _with_numbers(self.at.args) == args and self.at.kwargs == kwargs)
+
+    def _pass_sizes(self) -> None:
+        """Operators on sizes stand between the others where a length was symbolic."""
+        while isinstance(self.at.meta.get(EXAMPLE), torch.SymInt):
+            self.sizes.append(self.at)
+            self.at = self.at.next
 
     def _next(self, is_it: bool) -> fx.Node:
         if not is_it:
@@ -187,22 +198,29 @@ class _Reader:
         return node
 
 
-def _following(node: fx.Node, count: int) -> list[fx.Node]:
-    found = []
-    for _ in range(count):
-        node = node.next
-        found.append(node)
+def _row_of(node: fx.Node, count: int) -> list[fx.Node]:
+    """So many operators, from this one on."""
+    found = [node]
+    while len(found) < count:
+        found.append(found[-1].next)
     return found
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    """The sizes of a value, if they never change."""
+def _count(node: Any) -> int:
+    """How many rows a value has: a tree of other lengths has other levels, so that tracing has settled on one."""
     value = node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else None
-    if not isinstance(value, Tensor) or not value.dim() or not all(type(size) is int for size in value.shape):
+    if not isinstance(value, Tensor) or not value.dim():
         raise NoTree
-    return tuple(value.shape)
+    return int(value.shape[0])
 
 
-def _kind(node: fx.Node, count: int) -> Any:
+def _kind(node: fx.Node) -> Any:
     value = node.meta[EXAMPLE]
-    return value.shape[1:], value.dtype, value.device, type(value)
+    return shape_of(value)[1:], value.dtype, value.device
+
+
+def _with_numbers(arguments: Any) -> Any:
+    """Arguments with numbers in place of the sizes that they are."""
+    return fx.node.map_arg(
+        arguments, lambda node: int(value) if isinstance(value := node.meta.get(EXAMPLE), torch.SymInt) else node
+    )

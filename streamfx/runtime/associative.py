@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.recurrence import TreePlan
+from streamfx.ir.sizes import Size, product
 from streamfx.ir.structure import structure
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.trees import Blocks, Rows, levels_behind, pulled_back, scanned
 from streamfx.torch_private.autograd import recorded_inside_operators
-
-ALIGNED = 16  # bytes: where a value of any type may begin
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("associative_scan(Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
@@ -111,6 +110,15 @@ SCAN_BACKWARD = torch.ops.streamfx.associative_scan_backward.default
 # -- in chunks
 
 
+def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
+    """What blocks of all levels take, where each leaf begins where any type of these may begin."""
+    return product((sum(map(product, rows)), length.bit_length(), _width(types)))
+
+
+def _width(types: Sequence[torch.dtype]) -> int:
+    return max(dtype.itemsize for dtype in types)
+
+
 class _Tree(Recurrence):
     """Its carry holds for each level the bytes of a block, or of its gradient: those that stand behind the rows so far."""
 
@@ -118,29 +126,30 @@ class _Tree(Recurrence):
 
     def __init__(self, plan: TreePlan) -> None:
         self.plan = plan
-        self.name, self.axes = plan.name, plan.axes
-        self._sizes = [-(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for shape, dtype in plan.kinds]
-        self.carried = sum(self._sizes) * plan.length.bit_length()
+        self.name, self.axes, self.carried = plan.name, plan.axes, plan.carried
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
-    def _read(self, carry: Tensor, rows: int) -> Blocks:
+    def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
         """The blocks behind so many rows: copies, because the carry moves on."""
-        return {
-            level: [
-                part.view(dtype)[: prod(shape)].view(1, *shape).clone()
-                for part, (shape, dtype) in zip(self._places(carry, level), self.plan.kinds, strict=True)
-            ]
-            for level in levels_behind(rows)
-        }
+        places = self._places(carry, like)
+        return {level: [place[level : level + 1].clone() for place in places] for level in levels_behind(rows)}
 
-    def _write(self, carry: Tensor, blocks: Blocks) -> None:
+    def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
+        places = self._places(carry, like)
         for level, block in blocks.items():
-            for part, value in zip(self._places(carry, level), block, strict=True):
-                part.view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
+            for place, value in zip(places, block, strict=True):
+                place[level : level + 1].copy_(value)
 
-    def _places(self, carry: Tensor, level: int) -> Sequence[Tensor]:
-        return carry[level * sum(self._sizes) :][: sum(self._sizes)].split(self._sizes)
+    def _places(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Where the blocks of each leaf lie, of all levels, in the bytes of a carry."""
+        levels, width, start, found = self.plan.length.bit_length(), _width(self.plan.types), 0, []
+        for value in like[: len(self.plan.types)]:
+            shape = (levels, *value.shape[1:])
+            own = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
+            found.append(own.view(shape))
+            start += prod(shape) * width
+        return found
 
 
 class Associative(_Tree):
@@ -156,12 +165,12 @@ class Associative(_Tree):
     ) -> tuple[Tensor, ...]:
         if states is not None:
             states[chunk].copy_(carry)
-        made, left = self._scanned(operands, self._read(carry, before), before)
-        self._write(carry, left)
+        made, left = self._scanned(operands, self._read(carry, before, operands), before)
+        self._write(carry, left, operands)
         return made
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        return self._scanned(operands, self._read(states[chunk], before), before)[0]
+        return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -169,7 +178,7 @@ class Associative(_Tree):
         raise NotImplementedError("its rows go from the first to the last")
 
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
-        leaves = len(self.plan.kinds)
+        leaves = len(self.plan.types)
         made, left = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
         return tuple(made[number] for number in self.plan.results), left
 
@@ -187,9 +196,10 @@ class AssociativeBackward(_Tree):
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         assert states is not None
-        left = self._read(carry, self.plan.length - before) if before else {}
-        made, own = self._gradients(operands, self._read(states[chunk], after), after, left)
-        self._write(carry, own)
+        rows = operands[len(self.plan.types) - len(self.plan.absent) :]
+        left = self._read(carry, self.plan.length - before, rows) if before else {}
+        made, own = self._gradients(operands, self._read(states[chunk], after, rows), after, left)
+        self._write(carry, own, rows)
         return made
 
     def advance(
@@ -203,7 +213,7 @@ class AssociativeBackward(_Tree):
     def _gradients(
         self, operands: Sequence[Tensor], blocks: Blocks, first: int, left: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
-        plan, leaves = self.plan, len(self.plan.kinds)
+        plan, leaves = self.plan, len(self.plan.types)
         present = iter(operands)
         gradients = [None if number in plan.absent else next(present) for number in range(leaves)]
         values = list(present)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ LOAD: Any = predispatch.lazy_load_decompositions
 SLICE: Any = torch.ops.aten.slice  # as an associative scan calls it: the packet
 
 
-def traced_on_rows(function: fx.GraphModule, rows: list[torch.Tensor]) -> fx.GraphModule:
+def traced_on_rows(function: Callable[..., Any], rows: list[torch.Tensor]) -> fx.GraphModule:
     """The operators of ATen that a function calls on values like these, under autocast if it is on (2.11, 2.13)."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
