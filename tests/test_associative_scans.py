@@ -21,7 +21,7 @@ from streamfx.runtime.associative import TREE_SCAN, Associative, AssociativeBack
 from streamfx.runtime.trees import levels_behind, pulled_back, scanned
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
-from tests.support.spread import spread
+from tests.support.spread import only
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer
 
 Pair = tuple[Tensor, Tensor]
@@ -100,6 +100,13 @@ def counted(m: Mixed, x: Tensor) -> Tensor:
     return m.out(total / count.unsqueeze(-1))
 
 
+def of_positions(m: Mixed, x: Tensor) -> Tensor:
+    """A leaf that all sequences share: its rows have fewer dimensions."""
+    shared = m.first * torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos()
+    made, _ = along(lambda a, b: (a[0] * b[1] + b[0], a[1] * b[1]), (x.transpose(0, 1), shared), 0)
+    return m.out(made.transpose(0, 1))
+
+
 def around_attention(m: Mixed, x: Tensor) -> Tensor:
     q, k, v = m.up(decayed(m, x)).unflatten(-1, (3, 1, WIDTH)).permute(2, 0, 3, 1, 4)
     return decayed(m, x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
@@ -133,8 +140,10 @@ STREAMS = [
     counted,
     two_side_by_side,
     made_again,
+    of_positions,
     of_fixed_decays,
 ]
+OFTEN = [decayed, weighted, of_positions, around_attention]
 
 
 def scans(report: Report, kind: type = Associative) -> list[fx.Node]:
@@ -146,7 +155,7 @@ def compared(mixer: Mixer, length: int = LENGTH, batch: int = 2, layers: int = 1
     return compare(decoders.made(lambda: Mixed(mixer, layers)), {"ids": ids, "labels": ids}, **options)
 
 
-@pytest.mark.parametrize("mixer", spread(STREAMS, 4), ids=lambda mixer: mixer.__name__)
+@pytest.mark.parametrize("mixer", only(OFTEN, STREAMS), ids=lambda mixer: mixer.__name__)
 def test_rows_are_combined_chunk_by_chunk(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 7, LENGTH))
     (facts,) = report.facts

@@ -45,7 +45,7 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
     of_backwards = [results_in_use(each) for each in backwards]
     if parts is None or None in of_backwards or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    made = writer.call(Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
+    made = writer.made_as(_values(node, parts), Associative(_plan(call, sorted(parts))), *call.rows, *call.given)
     found = _taken(made, parts, writer)
     for each, own in zip(backwards, of_backwards, strict=True):
         assert own is not None
@@ -53,7 +53,8 @@ def rows_of_a_tree(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.No
         present = [gradient for gradient in gradients if gradient is not None]
         absent = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
         plan = _plan(call, sorted(own), present, absent)
-        result = writer.before(each).call(AssociativeBackward(plan), *present, *call.rows, *call.given)
+        operands = (*present, *call.rows, *call.given)
+        result = writer.before(each).made_as(_values(each, own), AssociativeBackward(plan), *operands)
         result.meta["streamfx_forward"] = made
         found |= _taken(result, own, writer)
     return found
@@ -64,6 +65,10 @@ def _backwards(call: TreeScan) -> Iterator[fx.Node]:
     for user in dict.fromkeys(user for row in call.rows for user in takers(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
+
+
+def _values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
+    return tuple(node.meta["val"][number] for number in sorted(parts))
 
 
 def _taken(made: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:

@@ -69,7 +69,7 @@ def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     if not all(node.op == "call_function" and computes(node) for node in nodes):
         return None
-    return known_combine(Step(traced.graph, 0).with_views().graph)
+    return known_combine(Step(traced.graph, 0).with_views().graph, len(body.given))
 
 
 def _row(node: fx.Node) -> Tensor:

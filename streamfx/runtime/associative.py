@@ -27,22 +27,40 @@ _library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, T
 
 # -- functions that combine two rows
 
-COMBINES: dict[int, Callable[..., tuple[Tensor, ...]]] = {}  # (*left, *right, *given) -> rows, of one row each
+COMBINES: dict[int, Callable[..., Sequence[Tensor]]] = {}  # (*left, *right, *given) -> rows, of many at once
 
 
-def known_combine(graph: fx.Graph) -> int:
-    """The number of a function on two rows; equal ones have one."""
-    number = int.from_bytes(blake2s(repr(structure(graph)).encode(), digest_size=7).digest(), "big")
-    COMBINES.setdefault(number, fx.GraphModule(torch.nn.Module(), graph).forward)
+def known_combine(graph: fx.Graph, given: int) -> int:
+    """The number of a function on two rows, and on so many tensors that all rows are given; equal ones have one."""
+    text = repr((structure(graph), given, by_element := is_by_element(graph, given)))
+    number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
+    one = fx.GraphModule(torch.nn.Module(), graph).forward
+    rows = len(graph.find_nodes(op="placeholder")) - given
+    COMBINES.setdefault(number, one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given)))
     return number
+
+
+def is_by_element(graph: fx.Graph, given: int) -> bool:
+    """Whether a function on rows is the same on many rows at once: element by element, of values that have as many dimensions,
+    beside what is given, which may have fewer. (Numbers alone take each other's type, which many of them do not.)
+    """
+    inputs = list(graph.find_nodes(op="placeholder"))
+    of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta["val"].dim()
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+        if not of_rows.isdisjoint(node.all_input_nodes):
+            of_rows.add(node)
+    ranks = {node: node.meta["val"].dim() for node in (*inputs, *graph.nodes) if "val" in node.meta}
+    is_fitting = all(own == rank if node in of_rows else own <= rank for node, own in ranks.items())
+    return rank > 0 and is_fitting and of_rows.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def scan_of(
     number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
     """Rows from the `first` on, combined with those before them, of which `blocks` are left; and what is left behind them."""
-    dims = (*(0 for _ in rows), *(0 for _ in rows), *(None for _ in given))
-    many = torch.vmap(COMBINES[number], in_dims=dims)
+    many = COMBINES[number]
     return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)
 
 

@@ -9,6 +9,7 @@ RUN, ROWS_OF_A_TREE = "streamfx/runtime/associative.py", "streamfx/runtime/trees
 STREAMS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk"
 OTHERS = "test_associative_scans.py::test_what_only_looks_like_one"
 ALIKE = "test_associative_scans.py::test_each_row_is_combined_as_pytorch_does"
+POSITIONS = "test_associative_scans.py::test_rows_are_combined_chunk_by_chunk[of_positions]"
 BACK = "test_associative_scans.py::test_gradients_of_blocks_are_handed_back"
 
 
@@ -35,6 +36,20 @@ ROWS = (
     ),
     fault("a function may do more than to compute", FUNCTION, 'node.op == "call_function" and computes(node)', "True", OTHERS),
     fault("both rows are one value", FUNCTION, "for node in (*elements, *elements)]", "for node in elements] * 2", STREAMS),
+    fault(
+        "rows of fewer dimensions are rows of as many",
+        RUN,
+        "own == rank if node in of_rows",
+        "own <= rank if node in of_rows",
+        POSITIONS,
+    ),
+    fault(
+        "any function goes element by element",
+        RUN,
+        'if torch.Tag.pointwise not in getattr(node.target, "tags", ()):',
+        "if False:",
+        f"{STREAMS}[weighted]",
+    ),
     fault("each chunk begins with nothing", RUN, "self._read(carry, before, operands)", "{}", STREAMS),
     fault(
         "gradients of what is left behind a chunk are dropped",
