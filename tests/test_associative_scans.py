@@ -107,6 +107,14 @@ def of_positions(m: Mixed, x: Tensor) -> Tensor:
     return m.out(made.transpose(0, 1))
 
 
+def of_the_same_rows(m: Mixed, x: Tensor) -> Tensor:
+    return m.out(along(affine, (x, x))[1])
+
+
+def partly_detached(m: Mixed, x: Tensor) -> Tensor:
+    return m.out(along(lambda a, b: a.detach().cos() * b + a, x))
+
+
 def around_attention(m: Mixed, x: Tensor) -> Tensor:
     q, k, v = m.up(decayed(m, x)).unflatten(-1, (3, 1, WIDTH)).permute(2, 0, 3, 1, 4)
     return decayed(m, x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
@@ -140,10 +148,12 @@ STREAMS = [
     counted,
     two_side_by_side,
     made_again,
+    of_the_same_rows,
+    partly_detached,
     of_positions,
     of_fixed_decays,
 ]
-OFTEN = [decayed, weighted, of_positions, around_attention]
+OFTEN = [decayed, weighted, partly_detached, of_the_same_rows, of_positions, around_attention]
 
 
 def scans(report: Report, kind: type = Associative) -> list[fx.Node]:
@@ -209,6 +219,16 @@ def test_signs_of_zeros() -> None:
         return m.out(x + torch.copysign(m.mu, made))
 
     compared(signed, chunk_size=3, also=(1, LENGTH))
+
+
+@pytest.mark.parametrize("function", [lambda a, b: (a @ b).sin(), lambda a, b: a + b.exp()])
+def test_types_that_are_switched_around_a_model(function: Any) -> None:
+    """Gradients differ by what rounding to bfloat16 makes of other orders of sums; what is cast is seen by the results."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 7, 4, 4)
+    model = torch.compile(lambda x: along(function, x), backend="streambp", options={"chunk_size": 3})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(x), along(function, x))
 
 
 def test_types_that_the_model_switches_inside() -> None:
@@ -297,6 +317,30 @@ def shown_inside(m: Mixed, x: Tensor) -> Tensor:
     return m.out(made.movedim(0, 1) + shown[0].sum())
 
 
+class Doubled(torch.autograd.Function):
+    """Its gradient is not the derivative of what it computes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def doubled(x: Tensor) -> Tensor:
+    made: Tensor = Doubled.apply(x)
+    return made
+
+
 OTHERS: dict[str, Mixer] = {
     "another function on the second level": lambda m, x: m.out(
         by_hand(x.movedim(1, 0), lambda level: quotient if level == 1 else product).movedim(0, 1)
@@ -309,6 +353,8 @@ OTHERS: dict[str, Mixer] = {
     "a function that reads by strides": lambda m, x: m.out(
         along(lambda a, b: torch.as_strided(a, a.shape, a.stride()).sin() + b, x)
     ),
+    "a function with a gradient of its own": lambda m, x: m.out(along(lambda a, b: doubled(a) + b, x)),
+    "inside of another transformation": lambda m, x: m.out(torch.vmap(lambda row: along(lambda a, b: a.sin() + b, row, 0))(x)),
     "a function that writes": lambda m, x: m.out(along(lambda a, b: (a * 1).mul_(b), x)),
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 
 from streamfx.passes.canonicalization.scan_operators import Step, computes
 from streamfx.runtime.associative import known_combine
-from streamfx.torch_private import tree_map
+from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
 from streamfx.torch_private.vmapped import traced_on_rows
 
 EXAMPLE = "example_value"
@@ -48,15 +49,30 @@ class Body:
         names |= {node: Made(number) for number, node in enumerate(inside)}
         sources = [source for node in inside for source in node.all_input_nodes]
         given = dict.fromkeys(source for source in sources if source not in names)
-        if not all(isinstance(node.meta.get(EXAMPLE), Tensor) for node in (*given, *inside)):
-            return None
-        if not all(result in names for result in results):
+        if not all(map(is_plain, given)) or not all(map(_is_of_torch, inside)) or not all(result in names for result in results):
             return None
         operators = [
             (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: names.get(source, source)))
             for node in inside
         ]
         return cls(tuple(operators), tuple(names[result] for result in results), tuple(given))
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether a value is a tensor, and none that is made of others, as shards are."""
+    value = node.meta.get(EXAMPLE)
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a function of torch makes a tensor: one whose gradient is that of the operators it calls. A user's own that Dynamo
+    was told not to look into, or an `autograd.Function`, may have another.
+    """
+    target = node.target
+    is_known = isinstance(target, (str, BuiltinFunctionType, OpOverload, OpOverloadPacket)) or (
+        getattr(target, "__module__", "") in ("torch.functional", "torch.nn.functional", "torch._tensor")
+    )
+    return is_plain(node) and is_known and not isinstance(target, HigherOrderOperator)
 
 
 def combine_of(body: Body, elements: Sequence[fx.Node]) -> int | None:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.sizes import shape_of
-from streamfx.passes.recurrences.combining import Body, combine_of
+from streamfx.passes.recurrences.combining import Body, combine_of, is_plain
 from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
 from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LOAD, REMOVE_BATCH, SLICE
 
 PAD: Any = torch._C._nn.pad
 EXAMPLE = "example_value"
+OUTERMOST = 1  # the level of a `vmap` that is inside of no other transformation
 
 
 class NoTree(Exception):
@@ -129,7 +130,12 @@ class _Reader:
             found.append(node.args[0])  # type: ignore[arg-type]
             node = node.next
         counts = {_count(node) for node in found}
-        if len(counts) != 1 or min(counts) < 2 or any(0 in shape_of(node.meta[EXAMPLE]) for node in found):
+        if (
+            len(counts) != 1
+            or min(counts) < 2
+            or not all(map(is_plain, found))
+            or any(0 in shape_of(node.meta[EXAMPLE]) for node in found)
+        ):
             raise NoTree
         return found
 
@@ -164,14 +170,13 @@ class _Reader:
         """What one function makes of rows, two of each leaf: each time the same, of the same kind."""
         self._take(LOAD)
         self._take(ENTER_VMAP, count, "error")
-        level = self.at.args[2] if self.at.target is ADD_BATCH else None
-        rows = [self._take(ADD_BATCH, operand, 0, level) for operand in operands]
+        rows = [self._take(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
         inside = list[fx.Node]()
         while self.at.target is not REMOVE_BATCH:
             inside.append(self._next(self.at.op in ("call_function", "call_method")))
         ends = _row_of(self.at, len(like))
         body = Body.read(rows, inside, [end.args[0] for end in ends])
-        made = [self._take(REMOVE_BATCH, end.args[0], level, count, 0) for end in ends]
+        made = [self._take(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
         self._take(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoTree

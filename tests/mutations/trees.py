@@ -35,6 +35,13 @@ ROWS = (
         "test_associative_scans.py::test_types_that_the_model_switches_inside",
     ),
     fault("a function may do more than to compute", FUNCTION, 'node.op == "call_function" and computes(node)', "True", OTHERS),
+    fault(
+        "a function may have a gradient of its own",
+        FUNCTION,
+        "return is_plain(node) and is_known and not isinstance(target, HigherOrderOperator)",
+        "return is_plain(node)",
+        f"{OTHERS}[a function with a gradient of its own]",
+    ),
     fault("both rows are one value", FUNCTION, "for node in (*elements, *elements)]", "for node in elements] * 2", STREAMS),
     fault(
         "rows of fewer dimensions are rows of as many",
