@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
+from streamfx.attempts import NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -66,15 +67,6 @@ from streamfx.torch_private.sizes import pair_dimensions
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
-    "Please report this; strict=True raises the error instead."
-)
-NOT_DEFERRED = (
-    "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
-    "Please report this; strict=True raises the error instead."
-)
-
-NO_TREES = (
-    "associative scans of a graph run whole: the search for them failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
 
@@ -177,7 +169,8 @@ class Compilation:
             decompositions=DECOMPOSITIONS,
         )
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
-        self.traced = self.with_trees()
+        strict = self.options.strict
+        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, strict)
         deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
@@ -199,27 +192,11 @@ class Compilation:
             furthest.guard(self.module.graph)
         return furthest is not None
 
-    def with_trees(self) -> fx.GraphModule:
-        """The graph with one operator for each associative scan, where it has any."""
-        try:
-            return with_trees(self.module)
-        except Exception as error:
-            if self.options.strict:
-                raise
-            log.warning(NO_TREES, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            return self.module
-
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
         if self.options.outputs == "dense":
             return None
-        try:
-            deferral = defer_outputs(self.traced)
-        except Exception as error:
-            if self.options.strict:
-                raise
-            log.warning(NOT_DEFERRED, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            return None
+        deferral = attempted(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
         if deferral is not None:
             log.debug("%s", deferral.plan)
         return deferral

@@ -14,6 +14,7 @@ LEAVE_VMAP: Any = predispatch._vmap_decrement_nesting
 ADD_BATCH: Any = predispatch._add_batch_dim  # (value, dim, level): a row of it
 REMOVE_BATCH: Any = predispatch._remove_batch_dim  # (row, level, rows, dim)
 LOAD: Any = predispatch.lazy_load_decompositions
+PAD: Any = torch._C._nn.pad
 SLICE: Any = torch.ops.aten.slice  # as an associative scan calls it: the packet
 
 
