@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
+from streamfx.attempts import NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -34,6 +35,7 @@ from streamfx.passes.operators.collectives import has_collectives, has_unused_wa
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
+from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief, priced
@@ -65,10 +67,6 @@ from streamfx.torch_private.sizes import pair_dimensions
 
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
-    "Please report this; strict=True raises the error instead."
-)
-NOT_DEFERRED = (
-    "a graph returns all its outputs as plain tensors: the search for those to defer failed (%s). The result is exact. "
     "Please report this; strict=True raises the error instead."
 )
 
@@ -124,6 +122,7 @@ class Compilation:
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)
     reads_inputs: bool = True
+    traced: fx.GraphModule = field(init=False)  # what AOTAutograd gets: `module`, with operators for associative scans
     deferred: Deferral | None = None
     parameters: Sequence[int] = ()  # positions of inputs that are weights, where no Dynamo tells which
     chain: Chain | None = None
@@ -171,9 +170,11 @@ class Compilation:
             decompositions=DECOMPOSITIONS,
         )
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+        strict = self.options.strict
+        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, strict)
         deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
-        compiled = compiler(self.module if deferral is None else deferral.module, inputs)
+        compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         if self.chain is not None and self.chain.places:
             compiled = InStages(compiled, self.chain)
         if deferral is not None:
@@ -196,13 +197,7 @@ class Compilation:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
         if self.options.outputs == "dense":
             return None
-        try:
-            deferral = defer_outputs(self.module)
-        except Exception as error:
-            if self.options.strict:
-                raise
-            log.warning(NOT_DEFERRED, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            return None
+        deferral = attempted(lambda: defer_outputs(self.traced), None, NOT_DEFERRED, self.options.strict)
         if deferral is not None:
             log.debug("%s", deferral.plan)
         return deferral

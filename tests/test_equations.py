@@ -14,8 +14,10 @@ from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NO_KERNEL
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
+from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
 from tests import test_attention_with_sink, test_canonical, test_canonical_equations
 from tests.support.canonical import Case, graphs, plain
+from tests.support.combines import affine, number_of
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
@@ -49,6 +51,19 @@ def scanned(x: Tensor, a: Tensor, b: Tensor, dlast: Tensor) -> tuple[Tensor, ...
     y, last = selective(x, x, a, b, b)
     dx, _, da, *_, dfirst = selective_backward(y, dlast, x, x, a, b, b)
     return y, last, dx, da, dfirst
+
+
+def combined(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Rows combined by a tree, and its backward; of one result there is no gradient."""
+    number = number_of(affine, x[0], y[0], 2 * x[0], 2 * y[0], weight)
+    made = TREE_SCAN([x, y], [weight], number)
+    gradients = SCAN_BACKWARD([dx, None], [x, y], [weight], number)
+    return made[1], gradients[0], gradients[2]
+
+
+def of_other_rows(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """A backward to which no call belongs."""
+    return (SCAN_BACKWARD([dx, None], [x, y], [weight], number_of(affine, x[0], y[0], 2 * x[0], 2 * y[0], weight))[0],)
 
 
 def read_by_others(q: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -148,6 +163,10 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "operator with a state": (
         Case(scanned, (plain(2, 5, 3), plain(3, 4), plain(2, 5, 4), plain(2, 3, 4))),
         Case(read_by_others, (plain(2, 6, 1, 3), plain(2, 6, 1))),
+    ),
+    "rows of a tree": (
+        Case(combined, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
+        Case(of_other_rows, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
     ),
     "heads repeated for groups": (
         heads(test_canonical_equations.GROUPS["groups"][0]),

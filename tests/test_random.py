@@ -42,6 +42,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "whole": (0, 1, 2),
     "scans": (0, 1, 2),
     "states": (0, 1, 2, 3),
+    "associative": (3, 1, 11, 16),
 }
 
 

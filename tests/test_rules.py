@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamfx.passes.operators.rules import RULES, rule_for
+from streamfx.runtime.associative import AssociativeBackward
 from streamfx.runtime.stateful import Backward
 from tests.support.laws import Call, check, traced
 from tests.support.samples import SAMPLES, Sizes, calls
@@ -21,7 +22,7 @@ sizes = st.builds(Sizes, b=small, t=small, d=small, k=small, v=small, seed=st.in
 DISTINCT, EQUAL = Sizes(b=2, t=5, d=3, k=4, v=7), Sizes(b=3, t=3, d=3, k=3, v=3)
 POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default}
 MIX_ALL = {aten.max.default, aten.min.default, aten.prod.default, aten.any.default, aten.all.default}
-FROM_THE_LAST_ROW = {Backward}  # in loops of a backward half alone: test_stateful
+FROM_THE_LAST_ROW = {Backward, AssociativeBackward}  # in loops of a backward half alone: test_stateful, test_associative_scans
 NEVER_STREAM = {aten.scalar_tensor.default}  # no axis at all
 
 

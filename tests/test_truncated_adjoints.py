@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
 import streamfx
@@ -171,6 +172,30 @@ def test_an_operator_with_a_state() -> None:
     assert error(exact, gradients(written(row_by_row), 1, None)) < 1e-12
     for chunk_size, reach in ((1, 4), (3, 4), (4, 1)):
         found = gradients(operator, 1, {"chunk_size": chunk_size, "adjoints": reach})
+        assert error(found, gradients(written(reaching_back(chunk_size, reach)), 1, None)) < 1e-12
+        assert error(found, exact) > 1e-6
+
+
+def test_an_associative_scan() -> None:
+    def combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    def tree(m: Mixed, x: Tensor) -> Tensor:
+        return m.out(associative_scan(combine, (m.gate(x).sigmoid(), x), 1, combine_mode="generic")[1])
+
+    def written(runs: Runs) -> Mixer:
+        def mixer(m: Mixed, x: Tensor) -> Tensor:
+            def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                state = row[0] * state + row[1]
+                return state, state
+
+            return m.out(runs(step, zeros(x), (m.gate(x).sigmoid(), x)))
+
+        return mixer
+
+    exact = gradients(tree, 1, None)
+    for chunk_size, reach in ((1, 4), (3, 4), (4, 1)):
+        found = gradients(tree, 1, {"chunk_size": chunk_size, "loss_chunk_size": chunk_size, "adjoints": reach})
         assert error(found, gradients(written(reaching_back(chunk_size, reach)), 1, None)) < 1e-12
         assert error(found, exact) > 1e-6
 

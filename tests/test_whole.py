@@ -87,6 +87,18 @@ def chosen(self: Decoder, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, self.w))
 
 
+def flagged(self: Decoder, x: Tensor) -> Tensor:
+    """A choice that no row makes."""
+    return torch.cond(self.seen[0] > 0, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, self.w))
+
+
+def paired(self: Decoder, x: Tensor) -> Tensor:
+    """As `combine_mode="pointwise"` is traced for GPUs."""
+    rows = [x.transpose(0, 1)]
+    made = torch.ops.higher_order.associative_scan(lambda left, right: [left + right.sin()], rows, ())
+    return x + made[0].transpose(0, 1)
+
+
 def scanned(self: Decoder, x: Tensor) -> Tensor:
     start = torch.zeros(2, WIDTH, dtype=x.dtype)
     _, rows = scan(lambda state, row: ((state / 2 + row @ self.w).tanh(), (2 * state + row).sin()), start, x, dim=1)
@@ -119,6 +131,7 @@ PROGRAMS: dict[str, tuple[Between, str]] = {
     "solve of weights": (rotated, ""),
     "solve of rows": (solved, "torch.linalg.solve(gram, x"),
     "cond": (chosen, "torch.cond(x.sum() > 0"),
+    "cond of a flag": (flagged, "torch.cond(self.seen[0] > 0"),
     "scan": (scanned, ""),
     "while_loop": (looped, "while_loop(lambda i, y"),
     "as_strided": (windows, "rows.as_strided("),
@@ -145,6 +158,15 @@ def test_what_is_around_an_operator_streams(name: str) -> None:
     reasons = [stage["reason"] for stage in shown["stages"] if stage["reason"]]
     assert bool(reasons) == bool(line)
     assert all("test_whole.py" in reason and line in reason and "please report" not in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("between", "advice"),
+    [(flagged, "torch.where of what both functions give"), (looped, "torch._higher_order_ops.scan"), (paired, "generic")],
+)
+def test_what_would_help_instead_of_a_function(between: Between, advice: str) -> None:
+    explained = streamfx.explain(Decoder(between), ids(), options={"chunk_size": 8})
+    assert advice in str(explained)
 
 
 @pytest.mark.filterwarnings("error:Raw SymInt")

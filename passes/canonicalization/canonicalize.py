@@ -11,6 +11,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import drop_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization import (
+    associative_scans,
     attention_with_sink,
     convolution_package,
     convolutions,
@@ -74,6 +75,7 @@ TABLE: tuple[Equation, ...] = (
     reversed_scans.reversed_scan,
     scan_operators.turned_repetition,
     scan_operators.scan_over_rows,
+    associative_scans.rows_of_a_tree,
     stateful_operators.OPERATOR_WITH_A_STATE,
     convolutions.gradients_of_a_convolution,
     losses.mean_loss,

@@ -63,6 +63,14 @@ class Step:
         graph.eliminate_dead_code()
         return Step(graph, self.carried)
 
+    def with_views(self) -> Step:
+        """Nothing writes to what a step makes: its copies of views may be views, which copy where they have to."""
+        made = self.arranged(self.inputs, self.results)
+        for node in made.operators:
+            viewed = _view_of(node.target)
+            node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
+        return made
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -109,11 +117,11 @@ def _read(node: fx.Node) -> Scan | None:
     if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *given)):
         return None
     call = Scan(Step(module.graph, len(first)), first, rows, given)
-    is_known = len(call.step.inputs) == len(call.operands) and all(map(_computes, call.step.operators))
-    return Scan(_with_views(call.step), first, rows, given) if is_known and all(map(_has_shape, call.step.results)) else None
+    is_known = len(call.step.inputs) == len(call.operands) and all(map(computes, call.step.operators))
+    return Scan(call.step.with_views(), first, rows, given) if is_known and all(map(_has_shape, call.step.results)) else None
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
     """Whether an operator of a step makes the same of the same numbers, wherever they lie."""
     if node.target is operator.getitem:
         return True
@@ -129,15 +137,6 @@ def _computes(node: fx.Node) -> bool:
 def _has_shape(result: Any) -> bool:
     """Whether a step's result is a tensor whose shape does not change from call to call."""
     return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta["val"].shape)
-
-
-def _with_views(step: Step) -> Step:
-    """Nothing writes to what a step makes: its copies of views may be views, which copy where they have to."""
-    made = step.arranged(step.inputs, step.results)
-    for node in made.operators:
-        viewed = _view_of(node.target)
-        node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
-    return made
 
 
 def _view_of(target: Any) -> Any:

@@ -22,6 +22,7 @@ from streamfx.passes.operators.rules.views import vanishing
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.runtime import attention as chunked
 from streamfx.runtime import scans, single_rows, windows
+from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
@@ -205,7 +206,7 @@ def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
 
 
-@emits(Unrolled, Scanned, Forward, Backward)
+@emits(Unrolled, Scanned, Forward, Backward, Associative, AssociativeBackward)
 def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
     run: Recurrence = node.target  # type: ignore[assignment]

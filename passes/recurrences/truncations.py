@@ -27,6 +27,7 @@ from streamfx.ir.joint import JointGraph
 from streamfx.ir.recurrence import Instruction, Number, Operation, Places, Read, Steps, Truncation, Value
 from streamfx.options import Options
 from streamfx.passes.recurrences.plans import numbers_in
+from streamfx.runtime.associative import AssociativeBackward
 from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.scanned import Scanned, slots
 from streamfx.runtime.stateful import Backward
@@ -72,6 +73,12 @@ def adjoints(run: Recurrence, driven: Sequence[bool]) -> Sequence[Places]:
 def _(run: Backward, driven: Sequence[bool]) -> Sequence[Places]:
     """It was declared what it carries: the gradient of each state."""
     return [[(slot.start, slot.stop) for slot in run.plan.slots]]
+
+
+@adjoints.register
+def _(run: AssociativeBackward, driven: Sequence[bool]) -> Sequence[Places]:
+    """It carries the gradients of the blocks behind its rows."""
+    return [[(0, None)]]
 
 
 @adjoints.register

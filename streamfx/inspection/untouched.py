@@ -89,7 +89,7 @@ def untouched(model: Callable[..., Any]) -> Iterator[None]:
 def _as_written(module: nn.Module) -> None:
     """Take off what `model.compile()` or `enable` has put over a module's forward."""
     module._compiled_call_impl = None
-    forward = module.__dict__.get("forward")
+    forward: Any = module.__dict__.get("forward")
     if hasattr(forward, ENABLED):
         module.__dict__["forward"] = forward.__wrapped__
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.signature import Letter, LetterShape
+from streamfx.ir.sizes import Size
 
 Number: TypeAlias = int  # of a value, of an operand
 
@@ -171,3 +172,22 @@ class ScanPlan:
     def step(self) -> fx.Graph:
         """The operators of one row."""
         return self.combine.__self__.graph  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Rows that are combined with all rows before them, as a tree combines them (`runtime/trees.py`); or the gradients of that.
+
+    The operands are the rows of each leaf (along dimension 0; of these `types`), and what all rows are given. Those
+    of the gradients begin with the gradients of the results, as far as they are not `absent`. `results` are numbers of the leaves
+    that are made, or of the operands whose gradients are.
+    """
+
+    name: str
+    combine: int  # its number: `runtime/associative.py: COMBINES`
+    types: tuple[torch.dtype, ...]
+    length: int
+    carried: Size  # bytes
+    results: tuple[int, ...]
+    axes: RecurrenceAxes
+    absent: frozenset[int] = frozenset()

@@ -29,12 +29,16 @@ class GraphWriter:
         return self
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        return self.made_as(self.value(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
+
+    def made_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """The same of an operator of which it is known what it makes."""
         assert self._point is not None
         with self.graph.inserting_before(self._point):
             made = self.graph.call_function(target, args, kwargs)
         self.made.append(made)
-        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        made.meta["val"] = self.value(target, *fake_args, **fake_kwargs)
+        made.meta["val"] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
                 made.meta[key] = self._point.meta[key]

@@ -44,9 +44,16 @@ NO_SHAPES = (
     "let the operator tell the shapes of its results (torch.library.register_fake) and what it does with rows "
     f"(streamfx.register_rule); where it is attention of a kernel from the hub, {ATTENTION.partition(';')[0]}"
 )
+LOOP = "a loop over rows streams as torch._higher_order_ops.scan, or written out"
+CHOICE = "torch.where of what both functions give streams, where both may run"
+IN_PAIRS = (
+    'with combine_mode="generic" it streams, and has the gradients of all leaves (PyTorch\'s own of "pointwise" are wrong where '
+    "one leaf depends on another)"
+)
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
 
+OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
 
 ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint helps nobody with a kernel
     "RNN, GRU, or LSTM": RECURRENT,
@@ -113,7 +120,7 @@ def _advice_on_opaque(node: fx.Node) -> str:
         return ATTENTION
     if node.target is AUTO_FUNCTIONALIZED:
         return WRITES
-    return NO_RULE if isinstance(node.target, OpOverload) else OTHER
+    return NO_RULE if isinstance(node.target, OpOverload) else OF_FUNCTIONS.get(str(node.target), OTHER)
 
 
 def advice_on_break(reason: str, hint: str) -> str:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput  # 2.11, 2.13
+
+SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: what an operator's own code, and a mode that calls it, leave out
+    "AutogradFunctionality",
+    "AutogradOther",
+    "ADInplaceOrView",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchBatched",
+)
 
 
 def current_autograd_node() -> Any:
@@ -79,3 +89,15 @@ def owners(graph: fx.Graph) -> list[int | None]:
             description = description.base
         found.append(description.idx if isinstance(description, PlainAOTInput) else None)
     return found
+
+
+@contextmanager
+def recorded_inside_operators() -> Iterator[None]:
+    """Autograd records what runs inside of it, and `vmap` may, also where an operator's own code runs, of which they see nothing
+    (2.11, 2.13).
+    """
+    with ExitStack() as stack:
+        for name in SEEN_OUTSIDE_OF_OPERATORS:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
+        stack.enter_context(torch.enable_grad())
+        yield

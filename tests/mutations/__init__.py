@@ -9,7 +9,21 @@ fault that no test saw adds the test, and the mended line as a row.
 
 from __future__ import annotations
 
-from tests.mutations import chunks, equations, kept, linear, memory, ranks, reports, scans, states, truncations, values, wire
+from tests.mutations import (
+    chunks,
+    equations,
+    kept,
+    linear,
+    memory,
+    ranks,
+    reports,
+    scans,
+    states,
+    trees,
+    truncations,
+    values,
+    wire,
+)
 from tests.mutations.row import Mutation
 
 # Numbers are those of the list of faults that the kinds were first found in; those with names were found since.
@@ -32,6 +46,7 @@ KINDS = {
     "rows": "an index that is not the number of a row",
     "scans": "a loop over rows that is one operator, taken for another",
     "truncations": "gradients that reach back few rows, or not",
+    "trees": "an associative scan that was traced as a tree, taken for another",
     "states": "the state of an operator, handed on to another chunk, or not",
     "chunks": "operators whose copy for a chunk is more than the operator on fewer rows",
     "sums": "parts of sums in a type that is too narrow for them",
@@ -60,5 +75,6 @@ ROWS: tuple[Mutation, ...] = (
     *reports.ROWS,
     *scans.ROWS,
     *truncations.ROWS,
+    *trees.ROWS,
     *states.ROWS,
 )

@@ -29,6 +29,25 @@ SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of th
     "reset": "lambda s, r: ((0.9 * s + r) * (r.sum(-1, keepdim=True) > 0), s.sin() + r), {first}, z, dim={time}",
     "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
 }
+TREES = {  # PyTorch's associative scan: how two rows are combined, what the rows are, and what is made of the results
+    "affine": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])", "(z.sigmoid(), z)", "y[1]"),
+    "both leaves": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1].sin())", "(z.cos(), z)", "y[0] * y[1] + z"),
+    "largest": ("torch.maximum", "z.round(decimals=1)", "y + z"),
+    "exponents": ("torch.logaddexp", "z", "y"),
+    "in this order": ("lambda a, b: (0.5 * a - b).sin()", "z", "y"),
+    "of weights": ("lambda a, b: (a @ mixed.t()).tanh() + b * mixed.sum(0)", "z", "y"),
+    "of documents": (
+        "lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])",
+        "((z.sum(-1, keepdim=True) > 0) * z.sigmoid(), z)",
+        "y[1] + torch.copysign({sign}, y[0])",
+    ),
+    "of widths": (
+        "lambda a, b: (torch.maximum(a[0], b[0]), (a[0] - b[0]).exp().clamp(max=1) * a[1] + b[1])",
+        "(z[..., :1], z.tanh())",
+        "y[1] / (1 + y[0] * y[0])",
+    ),
+    "from behind": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])", "(z.sigmoid(), z)", "y[1]"),
+}
 STATEFUL = {  # operators with a state: y and the last state of rows r [b t d], the first one's shape, and what is for all rows
     "selective": (
         "selective(r, r.sigmoid(), -mixed.sigmoid(), r @ mixed, r @ mixed.cos(), None, {first})",
@@ -122,6 +141,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             _recur(w, time)
         case form if form in SCANS:
             _scan(w, form, i, time)
+        case form if form in TREES:
+            _combine(w, form, i, time)
         case operator if operator in STATEFUL:
             _handed_on(w, operator, i)
         case whole if whole in WHOLE:
@@ -160,6 +181,16 @@ def _scan(w: Writer, form: str, i: int, time: int) -> None:
         w.line(f"z = z + torch.copysign({w.parameter(f'sign{i}', d)}, last).unsqueeze({time})")
     elif seed % 2:
         w.line(f"z = z + 0.1 * ({'last[0]' if form == 'of two' else 'last'}).unsqueeze({time})")
+
+
+def _combine(w: Writer, form: str, i: int, time: int) -> None:
+    """An associative scan."""
+    function, rows, made = TREES[form]
+    if "mixed" in function:
+        w.line(f"mixed = {w.parameter(f'mixed{i}', w.decoder.width, w.decoder.width)}")
+    way = ", reverse=True" if form == "from behind" else ""
+    w.line(f"y = associative_scan({function}, {rows}, {time}, combine_mode='generic'{way})")
+    w.line(f"z = {made.format(sign=w.parameter(f'sign{i}', w.decoder.width) if 'sign' in made else '')}")
 
 
 def _handed_on(w: Writer, operator: str, i: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from tests.random_decoders.blocks import SCANS, STATEFUL, WHOLE
+from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -204,6 +204,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "stages": _stages,
     "whole": _whole,
     "scans": _scans,
+    "associative": partial(_scans, mixers=tuple(TREES)),
     "states": partial(_scans, mixers=tuple(STATEFUL)),
 }
 OFTEN = (
@@ -223,6 +224,7 @@ OFTEN = (
     "stages",
     "whole",
     "scans",
+    "associative",
     "states",
 )
 

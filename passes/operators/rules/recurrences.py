@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from streamfx.ir.signature import Scan, Signature, whole
 from streamfx.passes.operators.rules.registry import Call, rule
+from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.stateful import Backward, Forward
 
 
-@rule(Unrolled, Scanned, Forward, Backward)
+@rule(Unrolled, Scanned, Forward, Backward, Associative, AssociativeBackward)
 def recurrence(call: Call) -> Signature:
     """Whole along all axes but that of the steps, which a loop in their direction carries along."""
     run: Recurrence = call.node.target  # type: ignore[assignment]

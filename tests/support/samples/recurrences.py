@@ -18,10 +18,13 @@ from streamfx.ir.recurrence import (
     ScanPlan,
     Slot,
     Steps,
+    TreePlan,
     Value,
 )
+from streamfx.runtime.associative import Associative, AssociativeBackward, bytes_of_blocks
 from streamfx.runtime.recurrences import Unrolled
 from streamfx.runtime.scanned import Scanned
+from tests.support.combines import affine, number_of
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten
@@ -79,3 +82,31 @@ def scan_plan(s: Sizes) -> ScanPlan:
     rows, state = ((0,), (1,), (2,)), ((1,), (2,))
     axes = RecurrenceAxes((state, rows, rows, ((2,),)), (state, rows), 0)
     return ScanPlan("scanned_sum", step, (row,), (0,), 2, (row,), False, axes)
+
+
+@sample(Associative)
+def combined_rows(s: Sizes) -> tuple[Any, ...]:
+    """Two leaves, and what all rows are given."""
+    return Associative(tree_plan(s, (0, 1))), s.draw(s.t, s.b, s.d), s.draw(s.t, s.b, s.d), s.draw(s.d)
+
+
+@sample(AssociativeBackward)
+def gradients_of_combined_rows(s: Sizes) -> tuple[Any, ...]:
+    """Of one result there is no gradient."""
+    return AssociativeBackward(tree_plan(s, (1, 2), absent=0)), *(s.draw(s.t, s.b, s.d) for _ in range(3)), s.draw(s.d)
+
+
+def tree_plan(s: Sizes, results: tuple[int, ...], absent: int | None = None) -> TreePlan:
+    rows, given = ((0,), (1,), (2,)), ((2,),)
+    row = [s.draw(s.b, s.d) for _ in range(4)]
+    operands = (rows, rows, given)
+    return TreePlan(
+        "combined_rows",
+        number_of(affine, *row, s.draw(s.d)),
+        (torch.float64, torch.float64),
+        s.t,
+        bytes_of_blocks([(s.b, s.d), (s.b, s.d)], [torch.float64, torch.float64], s.t),
+        results,
+        RecurrenceAxes(operands if absent is None else (rows, *operands), tuple(operands[number] for number in results), 0),
+        frozenset() if absent is None else frozenset({absent}),
+    )

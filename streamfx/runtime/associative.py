@@ -1,0 +1,239 @@
+"""PyTorch's `associative_scan`, written as a tree, as one operator: whole, and chunk by chunk.
+
+The operator that AOTAutograd differentiates names the function that combines two rows by a number. What passes make of it are
+recurrences: a chunk hands on the blocks that stand behind its rows (`trees.py`), and the backward half their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2s
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.ir.recurrence import TreePlan
+from streamfx.ir.sizes import Size, product
+from streamfx.ir.structure import structure
+from streamfx.runtime.recurrences import Recurrence
+from streamfx.runtime.trees import Blocks, Rows, levels_behind, pulled_back, scanned
+from streamfx.torch_private.autograd import recorded_inside_operators
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("associative_scan(Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
+_library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
+
+# -- functions that combine two rows
+
+COMBINES: dict[int, Callable[..., Sequence[Tensor]]] = {}  # (*left, *right, *given) -> rows, of many at once
+
+
+def known_combine(graph: fx.Graph, given: int) -> int:
+    """The number of a function on two rows, and on so many tensors that all rows are given; equal ones have one."""
+    text = repr((structure(graph), given, by_element := is_by_element(graph, given)))
+    number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
+    one = fx.GraphModule(torch.nn.Module(), graph).forward
+    rows = len(graph.find_nodes(op="placeholder")) - given
+    COMBINES.setdefault(number, one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given)))
+    return number
+
+
+def is_by_element(graph: fx.Graph, given: int) -> bool:
+    """Whether a function on rows is the same on many rows at once: element by element, of values that have as many dimensions,
+    beside what is given, which may have fewer. (Numbers alone take each other's type, which many of them do not.)
+    """
+    inputs = list(graph.find_nodes(op="placeholder"))
+    of_rows, rank = set(inputs[: len(inputs) - given]), inputs[0].meta["val"].dim()
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+        if not of_rows.isdisjoint(node.all_input_nodes):
+            of_rows.add(node)
+    ranks = {node: node.meta["val"].dim() for node in (*inputs, *graph.nodes) if "val" in node.meta}
+    is_fitting = all(own == rank if node in of_rows else own <= rank for node, own in ranks.items())
+    return rank > 0 and is_fitting and of_rows.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def scan_of(
+    number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
+) -> tuple[Rows, Blocks]:
+    """Rows from the `first` on, combined with those before them, of which `blocks` are left; and what is left behind them."""
+    many = COMBINES[number]
+    return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)
+
+
+def gradients_of(
+    number: int,
+    rows: Sequence[Tensor],
+    given: Sequence[Tensor],
+    blocks: Mapping[int, Rows],
+    first: int,
+    gradients: Sequence[Tensor | None],
+    left: Mapping[int, Sequence[Tensor]],
+) -> tuple[list[Tensor], Blocks]:
+    """Gradients of rows, of what they are given, and of the blocks before them, in memory of their own."""
+    with recorded_inside_operators():
+        made, before = pulled_back(
+            lambda rows, given, blocks: scan_of(number, rows, given, blocks, first), rows, given, blocks, gradients, left
+        )
+    own = [torch.zeros_like(value) if each is None else each for each, value in zip(made, (*rows, *given), strict=True)]
+    return [each.clone() if len(rows[0]) == 1 else each for each in own], before
+
+
+# -- the operator that is differentiated
+
+
+def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list[Tensor]:
+    with recorded_inside_operators(), torch.no_grad():  # `vmap` needs what an operator's own code does not see
+        made = scan_of(combine, rows, given, {}, 0)[0]
+    return [each.clone() if len(rows[0]) == 1 else each for each in made]
+
+
+def _scan_backward(
+    gradients: Sequence[Tensor | None], rows: Sequence[Tensor], given: Sequence[Tensor], combine: int
+) -> list[Tensor]:
+    return gradients_of(combine, rows, given, {}, 0, gradients, {})[0]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, given, ctx.combine = inputs
+    ctx.rows = len(rows)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*rows, *given)
+
+
+def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    values, count = ctx.saved_tensors, ctx.rows
+    made = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
+    own = [each if value.is_floating_point() or value.is_complex() else None for each, value in zip(made, values, strict=True)]
+    return own[:count], own[count:], None
+
+
+def _like(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.new_empty(value.shape) for value in values]
+
+
+_library.impl("associative_scan", _scan, "CompositeExplicitAutograd")
+_library.impl("associative_scan_backward", _scan_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("streamfx::associative_scan", lambda rows, given, combine: _like(rows), lib=_library)
+torch.library.register_fake(
+    "streamfx::associative_scan_backward", lambda gradients, rows, given, combine: _like([*rows, *given]), lib=_library
+)
+torch.library.register_autograd("streamfx::associative_scan", _backward, setup_context=_setup, lib=_library)
+TREE_SCAN = torch.ops.streamfx.associative_scan.default
+SCAN_BACKWARD = torch.ops.streamfx.associative_scan_backward.default
+
+# -- in chunks
+
+
+def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
+    """What blocks of all levels take, where each leaf begins where any type of these may begin."""
+    return product((sum(map(product, rows)), length.bit_length(), _width(types)))
+
+
+def _width(types: Sequence[torch.dtype]) -> int:
+    return max(dtype.itemsize for dtype in types)
+
+
+class _Tree(Recurrence):
+    """Its carry holds for each level the bytes of a block, or of its gradient: those that stand behind the rows so far."""
+
+    carry_type = torch.uint8
+
+    def __init__(self, plan: TreePlan) -> None:
+        self.plan = plan
+        self.name, self.axes, self.carried = plan.name, plan.axes, plan.carried
+        self.__name__ = self.__qualname__ = plan.name
+        self.__module__ = __name__
+
+    def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
+        """The blocks behind so many rows: copies, because the carry moves on."""
+        places = self._places(carry, like)
+        return {level: [place[level : level + 1].clone() for place in places] for level in levels_behind(rows)}
+
+    def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
+        places = self._places(carry, like)
+        for level, block in blocks.items():
+            for place, value in zip(places, block, strict=True):
+                place[level : level + 1].copy_(value)
+
+    def _places(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Where the blocks of each leaf lie, of all levels, in the bytes of a carry."""
+        levels, width, start, found = self.plan.length.bit_length(), _width(self.plan.types), 0, []
+        for value in like[: len(self.plan.types)]:
+            shape = (levels, *value.shape[1:])
+            own = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
+            found.append(own.view(shape))
+            start += prod(shape) * width
+        return found
+
+
+class Associative(_Tree):
+    """Rows combined with all before them."""
+
+    reverse = False
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return self._scanned(operands, {}, 0)[0]
+
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        if states is not None:
+            states[chunk].copy_(carry)
+        made, left = self._scanned(operands, self._read(carry, before, operands), before)
+        self._write(carry, left, operands)
+        return made
+
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
+
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the first to the last")
+
+    def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
+        leaves = len(self.plan.types)
+        made, left = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
+        return tuple(made[number] for number in self.plan.results), left
+
+
+class AssociativeBackward(_Tree):
+    """The gradients of rows and of what they are given; a chunk's rows are combined once more, with what came before them."""
+
+    reverse = True
+    needs_states = True
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return self._gradients(operands, {}, 0, {})[0]
+
+    def retreat(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        assert states is not None
+        rows = operands[len(self.plan.types) - len(self.plan.absent) :]
+        left = self._read(carry, self.plan.length - before, rows) if before else {}
+        made, own = self._gradients(operands, self._read(states[chunk], after, rows), after, left)
+        self._write(carry, own, rows)
+        return made
+
+    def advance(
+        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the last to the first")
+
+    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError("its rows go from the last to the first")
+
+    def _gradients(
+        self, operands: Sequence[Tensor], blocks: Blocks, first: int, left: Blocks
+    ) -> tuple[tuple[Tensor, ...], Blocks]:
+        plan, leaves = self.plan, len(self.plan.types)
+        present = iter(operands)
+        gradients = [None if number in plan.absent else next(present) for number in range(leaves)]
+        values = list(present)
+        made, own = gradients_of(plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, left)
+        return tuple(made[number] for number in plan.results), own

@@ -1,0 +1,26 @@
+"""How Dynamo writes `torch.vmap` into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch  # 2.11, 2.13
+
+ENTER_VMAP: Any = predispatch._vmap_increment_nesting  # (rows, randomness): the level
+LEAVE_VMAP: Any = predispatch._vmap_decrement_nesting
+ADD_BATCH: Any = predispatch._add_batch_dim  # (value, dim, level): a row of it
+REMOVE_BATCH: Any = predispatch._remove_batch_dim  # (row, level, rows, dim)
+LOAD: Any = predispatch.lazy_load_decompositions
+PAD: Any = torch._C._nn.pad
+SLICE: Any = torch.ops.aten.slice  # as an associative scan calls it: the packet
+
+
+def traced_on_rows(function: Callable[..., Any], rows: list[torch.Tensor]) -> fx.GraphModule:
+    """The operators of ATen that a function calls on values like these, under autocast if it is on (2.11, 2.13)."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(function)(*rows)
