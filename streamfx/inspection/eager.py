@@ -19,7 +19,9 @@ from streamfx.cost.eager import EagerStep, eager_step
 from streamfx.cost.memory import Cost
 from streamfx.cost.repeated import Repeat, step_of_all
 from streamfx.cost.values import RealIntegers
-from streamfx.inspection.layers import first_layers, layers_of, repeat_of
+from streamfx.inspection.all_layers import Few
+from streamfx.inspection.layers import first_layers, layers_of, name_of_layers, repeat_of
+from streamfx.inspection.same_layers import Notes, do_the_same, held_by
 from streamfx.inspection.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
 from streamfx.log import log
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
@@ -108,10 +110,7 @@ class EagerCall:
 
     def _followed(self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False) -> tuple[EagerStep, int]:
         """A step, and the bytes of gradients of parameters: of all layers, or of few, with the gradients of those missing."""
-        layers = layers_of(self.model)
-        with first_layers(self.model, len(layers) if repeat is None else repeat.kept), untouched(self.model):
-            self.faker.replace(modules_of(self.model), buffers=True)
-            args, kwargs = self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
+        with self._faked(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if around is not None:
                 for layer in layers:
@@ -125,6 +124,36 @@ class EagerCall:
                     repeated = layers[repeat.front : repeat.front + repeat.period]
                     gradients += repeat.copies * _gradient_bytes(_leaves(part for layer in repeated for part in layer.modules()))
                 return step, gradients
+
+    @contextmanager
+    def _faked(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
+        """The arguments, and in place the model, of all layers or of few: as fake tensors, but for integers of the caller's."""
+        with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
+            self.faker.replace(modules_of(self.model), buffers=True)
+            yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
+
+    def few(self) -> Few | None:
+        """How all layers are made of few that do the same; None where they are not."""
+        repeat = repeat_of(self.model, by_settings=True)
+        if repeat is None:
+            return None
+        try:
+            alike = do_the_same(self._notes(repeat), self._notes(None), repeat)
+        except Exception as error:
+            log.info("the forward half is not followed through all layers: %s", error)
+            return None
+        return Few(repeat, name_of_layers(self.model)) if alike else None
+
+    def _notes(self, repeat: Repeat | None) -> Notes:
+        with self._faked(repeat) as (args, kwargs):
+            layers = layers_of(self.model)
+            given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+            notes = Notes(held_by(modules_of(self.model), layers, given))
+            for number, layer in enumerate(layers):
+                layer.forward = notes.turn_of(number, layer.forward)
+            with RealIntegers(), notes:
+                self.model(*args, **kwargs)
+            return notes
 
 
 def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:

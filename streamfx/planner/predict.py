@@ -86,7 +86,7 @@ def predict(
     """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
     `updates` in the backward pass, or behind it. Baselines are eager, gradient checkpointing, and those `beside` them.
     """
-    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines), updates)
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few=True), updates)
     own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
     held = own + given + state
     summary = explanation.summary(with_baseline=baselines)
