@@ -20,6 +20,7 @@ from streamfx.inspection.segments import BACKWARD, FORWARD, Periods, Place, Trac
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.stage_names import plain_path
+from streamfx.torch_private import FakeTensor, fake_twin
 from streamfx.torch_private.autograd import describe_plain, is_plain
 
 
@@ -80,6 +81,7 @@ class _Writer:
         self.own: dict[fx.Node, fx.Node] = {}
         self.copied: list[dict[Track, list[fx.Node]]] = [{track: [] for track in Track} for _ in range(self.copies)]
         self.stacks: dict[Any, Any] = {}
+        self.twins: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
 
     def whole(self, joint: fx.GraphModule) -> Whole:
         """The copies of each stretch stand between the two: in the forward half behind the first one, which is behind the second
@@ -133,7 +135,20 @@ class _Writer:
     def _copy(self, pattern: fx.Node, number: int) -> fx.Node:
         made = self.made.node_copy(pattern, lambda source: self._operand(source, number))
         self._number(made, 0, number)
+        if "val" in made.meta:
+            made.meta["val"] = self._twin(made.meta["val"], number)
         return made
+
+    def _twin(self, value: Any, number: int) -> Any:
+        """A value of a copy's own, as nodes are told apart by; a part of a tuple is still that."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._twin(item, number) for item in value)
+        if not isinstance(value, FakeTensor):
+            return value
+        twins = self.twins[number]
+        if id(value) not in twins:
+            twins[id(value)] = fake_twin(value)
+        return twins[id(value)]
 
     def _operand(self, source: fx.Node, number: int) -> fx.Node:
         """What a copy reads in place of what the second period reads."""
