@@ -8,7 +8,8 @@ So two layers do the same if their notes are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,24 +24,29 @@ BEFORE = 0  # the stretch before all layers
 
 
 class Notes(TorchDispatchMode):
-    """Operators in stretches: before all layers, in each layer, behind each of them.
-
-    `held` says by which name a tensor goes that no operator makes, and in which layer it is held.
-    """
+    """Operators in stretches: before all layers, in each layer, behind each of them."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, held: Mapping[int, tuple[int | None, Any]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stretches: list[list[Any]] = [[]]
         self.order: list[int] = []
-        self._held, self._made, self._alive = held, dict[int, tuple[int, int, int]](), list[Any]()
+        self._held: dict[int, tuple[int | None, Any]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, int]]] = {}
+        self._others: list[Tensor] = []
+
+    def begin(self, modules: Iterable[nn.Module], layers: Sequence[nn.Module], given: Any) -> None:
+        """Watch the turns of layers from now on; parameters, buffers and arguments go by name."""
+        self._held = _held_by(modules, layers, list(tensors_in(given)))
+        for number, layer in enumerate(layers):
+            layer.forward = self._turn_of(number, layer.forward)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def turn_of(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _turn_of(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's forward, whose operators are a stretch of their own."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -61,8 +67,7 @@ class Notes(TorchDispatchMode):
         results = list(tensors_in(out))
         notes = self.stretches[-1]
         for number, result in enumerate(results):
-            self._made[id(result)] = len(self.stretches) - 1, len(notes), number
-        self._alive += results  # so that no other gets the number of one
+            self._made[id(result)] = weakref.ref(result), (len(self.stretches) - 1, len(notes), number)
         notes.append((func, given, tuple(map(_kind, results)), torch.is_grad_enabled()))
         return out
 
@@ -78,11 +83,14 @@ class Notes(TorchDispatchMode):
     def _place_of(self, tensor: Tensor) -> Any:
         """Where a tensor comes from, seen from the stretch that reads it."""
         here = len(self.stretches) - 1
-        if (made := self._made.get(id(tensor))) is not None:
-            stretch, *number = made
+        made = self._made.get(id(tensor))
+        if made is not None and made[0]() is tensor:  # and no other that has its number by now
+            stretch, *number = made[1]
             return (BEFORE if stretch == BEFORE else stretch - here - 1, *number)
-        layer, name = self._held.get(id(tensor), (None, id(tensor)))
-        self._alive.append(tensor)
+        layer, name = self._held.get(id(tensor), (None, None))
+        if name is None:
+            self._others.append(tensor)
+            name = id(tensor)
         return "held", name if layer is None else (2 * layer + 1 - here, name)
 
 
@@ -90,10 +98,10 @@ def _kind(tensor: Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
 
-def held_by(
+def _held_by(
     modules: Iterable[nn.Module], layers: Sequence[nn.Module], given: Iterable[Tensor]
 ) -> dict[int, tuple[int | None, Any]]:
-    """By which name parameters, buffers and arguments go, and which layer holds them."""
+    """By which name parameters, buffers and arguments go, and which layer holds them. They are alive as long as the model."""
     found: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(given)}
     for root in modules:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):

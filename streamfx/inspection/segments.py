@@ -155,6 +155,7 @@ class _Likeness:
     def _match_operands(self, before: fx.Node, after: fx.Node) -> None:
         """Two operands stand for each other, and for no others; the place of that of the second period is noted."""
         one, other = self.places.get(before), self.places.get(after)
+        place: Place | tuple[()] | None
         if one is None and other is None:
             place = None if before is after else ()
         elif one is not None and other is not None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from streamfx.backend import Compilation
 from streamfx.cost.memory import Cost, made_like
+from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
@@ -82,8 +83,8 @@ class TracedCall:
     """All graphs of one call; `calls` has a graph as often as it is called, in order.
 
     `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
-    every layer checkpointed, None without layers. `stopped` says why the call could not be followed to its end, if it could not.
-    `name` is that of what is called.
+    every layer checkpointed, None without layers; `alike` says which layers stand for all there, if any. `stopped` says why the
+    call could not be followed to its end, if it could not. `name` is that of what is called.
     """
 
     options: Options
@@ -92,6 +93,7 @@ class TracedCall:
     breaks: tuple[GraphBreak, ...] = ()
     eager: Cost | None = None
     checkpointed: Cost | None = None
+    alike: Repeat | None = None
     stopped: str = ""
     name: str = ""
 
@@ -121,7 +123,7 @@ def traced(
         followed = not baselines or cost is not None
         call = _trace_few(chosen, model, args, kwargs, faker, eager.few()) if of_few and followed else None
         call = call or _trace(TracedCall(chosen, name=_name_of(model)), model, args, kwargs, faker)
-        call.eager = cost
+        call.eager, call.alike = cost, None if cost is None else eager.alike
         if baselines and layers_of(model):
             call.checkpointed = eager.cost(checkpointed)
     return call

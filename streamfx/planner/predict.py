@@ -100,7 +100,7 @@ def predict(
     if explanation.call.checkpointed is not None:
         ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
     for name, (other, around) in (beside if baselines else {}).items():
-        if (cost := eager_cost(loss_of(other), inputs, around)) is not None:
+        if (cost := eager_cost(loss_of(other), inputs, around, explanation.call.alike)) is not None:
             ways[name] = explanation.visible(cost)
     return Prediction(
         length=length,
