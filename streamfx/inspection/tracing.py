@@ -36,6 +36,7 @@ from streamfx.torch_private import (
     real_values,
     while_traced,
 )
+from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,
@@ -292,6 +293,11 @@ class _OfFew(_Watched):
         return default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **others
         )
+
+    def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if inputs_in_results() != []:
+            raise Unlike("inputs that are results, or it is not known whether there are any")
+        return super().run_forward(module, inputs)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise Unlike("nothing is trained")
