@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -78,6 +78,7 @@ class EagerCall:
     kwargs: Mapping[str, Any]
     faker: Faker
     given: Repeat | None = None  # how all layers are made of few, where somebody has seen it
+    _walks: dict[Repeat | None, tuple[EagerStep, Notes]] = field(default_factory=dict)
 
     def cost(self, around: Around | None = None) -> Cost | None:
         """What the call costs, with something around its layers or not; None if its Python code asks for data that nobody has.
@@ -91,7 +92,7 @@ class EagerCall:
             return None
         if around is not None:
             return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
-        forward = step if self.alike is None else self._forward[0]
+        forward = step if self.alike is None else self._forward()[0]
         cost = replace(step.cost, gradients=gradients)
         return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
@@ -110,19 +111,20 @@ class EagerCall:
         if repeat is None or self.given is not None:
             return repeat
         try:
-            few = step_of_all(self._followed(None, repeat, forward_only=True)[0], repeat)
+            few = step_of_all(self._forward(repeat)[0], repeat)
         except Exception as error:
             log.info("a model of few of its layers is not followed: %s", error)
             return None
         if few is None:
             return None
-        return repeat if few.forward.is_like(self._forward[0].forward) else None
+        return repeat if few.forward.is_like(self._forward()[0].forward) else None
 
-    @cached_property
-    def _forward(self) -> tuple[EagerStep, Notes]:
-        """The forward half of all layers, and what each of them does."""
-        notes = Notes()
-        return self._followed(None, forward_only=True, notes=notes)[0], notes
+    def _forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
+        """The forward half of all layers, or of few, and what each of them does. It is followed once."""
+        if repeat not in self._walks:
+            notes = Notes()
+            self._walks[repeat] = self._followed(None, repeat, forward_only=True, notes=notes)[0], notes
+        return self._walks[repeat]
 
     def _followed(
         self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
@@ -161,10 +163,8 @@ class EagerCall:
         repeat = repeat_of(self.model, by_settings=True)
         if repeat is None:
             return None
-        notes = Notes()
         try:
-            self._followed(None, repeat, forward_only=True, notes=notes)
-            alike = do_the_same(notes, self._forward[1], repeat)
+            alike = do_the_same(self._forward(repeat)[1], self._forward()[1], repeat)
         except Exception as error:
             log.info("the forward half is not followed through all layers: %s", error)
             return None
