@@ -20,8 +20,8 @@ from streamfx.inspection.segments import BACKWARD, FORWARD, Periods, Place, Trac
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.stage_names import plain_path
-from streamfx.torch_private import FakeTensor, fake_twin
-from streamfx.torch_private.autograd import describe_plain, is_plain
+from streamfx.torch_private import FakeTensor
+from streamfx.torch_private.joint import describe_plain, fake_twin, is_plain
 
 
 @dataclass(frozen=True)

@@ -385,13 +385,6 @@ def fake_mode_of(values: Any) -> Any:
     return torch._guards.detect_fake_mode(values)
 
 
-def fake_twin(value: FakeTensor) -> FakeTensor:
-    """Another fake tensor that lies where a fake one does (2.11, 2.13)."""
-    with torch._C._DisableTorchDispatch():
-        held = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
-    return FakeTensor(value.fake_mode, held, value.device)
-
-
 def fake_copies(mode: Any) -> Any:
     """A context in which `copy.deepcopy` makes fake copies of tensors (2.11, 2.13)."""
     from torch._subclasses.fake_tensor import FakeCopyMode

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, fx
-from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13
-    GradAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    SubclassGetAttrAOTInput,
-)
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput  # 2.11, 2.13
 
 
 def current_autograd_node() -> Any:
@@ -84,26 +79,3 @@ def owners(graph: fx.Graph) -> list[int | None]:
             description = description.base
         found.append(description.idx if isinstance(description, PlainAOTInput) else None)
     return found
-
-
-def is_plain(graph: fx.Graph, count: int) -> bool:
-    """Whether the first `count` inputs of a joint graph are those of Dynamo's, in order, and its results and their gradients are
-    no more than that (2.11, 2.13).
-    """
-    inputs = [node.meta.get("desc") for node in graph.find_nodes(op="placeholder")[:count]]
-    results = graph.output_node().meta.get("desc")
-    kinds = PlainAOTOutput, GradAOTOutput, type(None)
-    is_known = results is not None and all(isinstance(item, kinds) for item in results)
-    return is_known and all(isinstance(item, PlainAOTInput) and item.idx == i for i, item in enumerate(inputs))
-
-
-def describe_plain(graph: fx.Graph, count: int, num_outputs: int) -> None:
-    """Describe inputs of a joint graph, and gradients, as `is_plain` has them (2.11, 2.13)."""
-    inputs = graph.find_nodes(op="placeholder")[:count]
-    for position, node in enumerate(inputs):
-        node.meta["desc"] = PlainAOTInput(position)
-    output = graph.output_node()
-    results: Any = output.args[0]
-    gradients = zip(inputs, results[num_outputs:], strict=True)
-    told = [GradAOTOutput(node.meta["desc"]) if isinstance(gradient, fx.Node) else None for node, gradient in gradients]
-    output.meta["desc"] = [*output.meta["desc"][:num_outputs], *told]
