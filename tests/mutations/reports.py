@@ -85,12 +85,4 @@ ROWS = (
         "    return True\n",
         ("test_plans_of_few_layers.py::test_all_layers_are_traced_where_few_do_not_stand_for_them",),
     ),
-    Mutation(
-        "reports",
-        "a period of layers may read what is in front of its neighbour",
-        "streamfx/inspection/segments.py",
-        "place = None if before is after else ()",
-        "place = None",
-        ("test_plans_of_few_layers.py::test_the_graph_itself_is_looked_at",),
-    ),
 )
