@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def test_small_decoder(forms: dict[Any, list[Form]], caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("length", only([29], [32, 29]))
 def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms: dict[Any, list[Form]]) -> None:
-    """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are six stretches."""
+    """Four bodies at any depth (a layer, its keys and values again, its gradient, the head), which are six stretches; equal loops
+    have the same ones.
+    """
     ids = torch.randint(1, hf.VOCABULARY, (1, length))
     compiled = []
     for layers in (2, 3):
@@ -68,6 +71,8 @@ def test_layers_and_chunks_share_what_is_compiled(length: int, interpreted_forms
         loops = report.facts[0].program.loops  # type: ignore[union-attr]
         assert len({tuple(segment.structure for segment in loop.compiled.segments) for loop in loops}) == 4
         compiled.append(sum(map(len, interpreted_forms.values())))
+        same = Counter(tuple(map(id, loop.compiled.segments)) for loop in loops)
+        assert max(same.values()) == layers - 1
     assert compiled == [6, 6]
 
 

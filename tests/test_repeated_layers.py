@@ -49,8 +49,8 @@ def costs_of(model: nn.Module, around: Around | None) -> tuple[bool, Cost | None
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode:
         found, whole = EagerCall(model, (), inputs, faker), EagerCall(model, (), inputs, faker)
-        whole.__dict__["_repeated"] = None
-        return found._repeated is not None, found.cost(around), whole.cost(around)
+        whole.__dict__["alike"] = None
+        return found.alike is not None, found.cost(around), whole.cost(around)
 
 
 def frozen(model: Stack) -> Stack:

@@ -9,10 +9,10 @@ all of it: what only the first or the last one begins with, a look-up or a scali
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -23,9 +23,11 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import CHUNK, START, STOP, BufferPart, Feed, LoopSpec, Number, Program, Same
 from streamfx.ir.sizes import Size
+from streamfx.ir.structure import structure
 from streamfx.options import Options
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.compiled import CompiledBody, segment_call, single_call, tallied
+from streamfx.runtime.segments import Segment
 from streamfx.runtime.written import Call
 from streamfx.torch_private import OpOverload
 
@@ -43,10 +45,31 @@ class Lower:
         if not uses_inductor(self.options, facts.joint.graph):
             return facts
         program: Program = known(facts.program)
+        written: dict[Any, tuple[LoopSpec, list[Call]]] = {}
         for loop in program.loops:
-            loop.compiled = CompiledBody(split(loop.spec), loop.spec.body)
+            first, calls = written.setdefault(_form_of(loop.spec), (loop.spec, []))
+            calls += split(first) if not calls else []
+            loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
         tallied([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
+
+
+def _form_of(spec: LoopSpec) -> Any:
+    """All that a body's calls follow from, and the lines that an error would name: equal layers have equal ones."""
+    nodes = spec.body.graph.nodes
+    said = tuple((node.meta.get("has_keys", False), node.meta.get("stack_trace")) for node in nodes)
+    return structure(spec.body.graph), spec.feeds, said
+
+
+def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[Call]) -> list[Call]:
+    """The calls of a body, given those of an equal one: the same segments, between values and operators of its own."""
+    own = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
+    return [
+        replace(call, args=tuple(own[node] for node in call.args), makes=tuple(own[node] for node in call.made))
+        if isinstance(call.run, Segment)
+        else single_call(own[call.stands_for[0]], spec.body)
+        for call in calls
+    ]
 
 
 def split(spec: LoopSpec) -> list[Call]:

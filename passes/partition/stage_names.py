@@ -16,10 +16,11 @@ def module_path(node: fx.Node) -> str:
     """The module a node was traced in, as `layers.0.mlp`."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
-    return _plain(paths[-1]) if paths else ""
+    return plain_path(paths[-1]) if paths else ""
 
 
-def _plain(path: str) -> str:
+def plain_path(path: str) -> str:
+    """The path of a module as people write it."""
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\._parameters\['([^']+)'\]", r".\1", path)

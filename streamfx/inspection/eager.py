@@ -7,8 +7,8 @@ all layers once, and has to be, byte by byte, that of few with the missing ones 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +20,9 @@ from streamfx.cost.eager import EagerStep, eager_step
 from streamfx.cost.memory import Cost
 from streamfx.cost.repeated import Repeat, step_of_all
 from streamfx.cost.values import RealIntegers
-from streamfx.inspection.layers import first_layers, layers_of, repeat_of
+from streamfx.inspection.all_layers import Few
+from streamfx.inspection.layers import first_layers, layers_of, name_of_layers, repeat_of
+from streamfx.inspection.same_layers import Notes, do_the_same
 from streamfx.inspection.untouched import Faker, device_of, held_tensors, modules_of, untouched, without_gradients
 from streamfx.log import log
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
@@ -41,11 +43,21 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False)
 
 
-def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around) -> Cost | None:
-    """What a call costs in eager, with something around the forward of each layer; None if it cannot be followed, or has none."""
+def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, alike: Repeat | None = None) -> Cost | None:
+    """What a call costs in eager, with something around the forward of each layer; None if it cannot be followed, or has none.
+
+    `alike` says which of these layers stand for all, where that was seen for these inputs.
+    """
     mode, faker = faker_of(model, (), inputs)
     with accepting_real(mode), mode:
-        return EagerCall(model, (), inputs, faker).cost(around) if layers_of(model) else None
+        return EagerCall(model, (), inputs, faker, alike).cost(around) if layers_of(model) else None
+
+
+def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
+    """Which layers stand for all in a call; None where they do not."""
+    mode, faker = faker_of(model, (), inputs)
+    with accepting_real(mode), mode:
+        return EagerCall(model, (), inputs, faker).alike
 
 
 def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, Faker]:
@@ -74,7 +86,9 @@ class EagerCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     faker: Faker
+    given: Repeat | None = None  # how all layers are made of few, where somebody has seen it
     reached: int = 0  # calls of layers that something was around
+    _walks: dict[Repeat | None, tuple[EagerStep, Notes]] = field(default_factory=dict)
 
     def cost(self, around: Around | None = None) -> Cost | None:
         """What the call costs, with something around its layers or not; None if its Python code asks for data that nobody has, or
@@ -91,35 +105,34 @@ class EagerCall:
         if around is not None and not self.reached:
             log.info("no baseline with something around each layer: none is called")
             return None
-        step = step if around is None else replace(step, layer_flops=0, layer_attention=0)
-        return replace(step.cost, gradients=gradients)
+        if around is not None:
+            return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
+        forward = step if self.alike is None else self._forward()[0]
+        cost = replace(step.cost, gradients=gradients)
+        return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
     def _of_few(self, around: Around | None) -> tuple[EagerStep, int] | None:
         """The step and the bytes of its gradients, from those of few layers; None where these do not stand for all."""
-        if self._repeated is None:
+        if self.alike is None:
             return None
-        repeat, forward = self._repeated
-        few, gradients = self._followed(around, repeat)
-        step = step_of_all(few, repeat)
-        if step is None:
-            return None
-        return replace(step, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention), gradients
+        few, gradients = self._followed(around, self.alike)
+        step = step_of_all(few, self.alike)
+        return None if step is None else (step, gradients)
 
     @cached_property
-    def _repeated(self) -> tuple[Repeat, EagerStep] | None:
-        """How all layers are made of few, and their forward half; None if that is not what it is made of few."""
-        repeat = repeat_of(self.model)
-        if repeat is None:
-            return None
+    def alike(self) -> Repeat | None:
+        """How all layers are made of few; None if the forward half of all is not what it is made of few."""
+        repeat = repeat_of(self.model) if self.given is None else self.given
+        if repeat is None or self.given is not None:
+            return repeat
         try:
-            few = step_of_all(self._followed(None, repeat, forward_only=True)[0], repeat)
+            few = step_of_all(self._forward(repeat)[0], repeat)
         except Exception as error:
             log.info("a model of few of its layers is not followed: %s", error)
             return None
         if few is None:
             return None
-        forward = self._followed(None, forward_only=True)[0]
-        return (repeat, forward) if few.forward.is_like(forward.forward) else None
+        return repeat if few.forward.is_like(self._forward()[0].forward) else None
 
     def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -128,26 +141,57 @@ class EagerCall:
 
         return run
 
-    def _followed(self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False) -> tuple[EagerStep, int]:
+    def _forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
+        """The forward half of all layers, or of few, and what each of them does. It is followed once."""
+        if repeat not in self._walks:
+            notes = Notes()
+            self._walks[repeat] = self._followed(None, repeat, forward_only=True, notes=notes)[0], notes
+        return self._walks[repeat]
+
+    def _followed(
+        self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
+    ) -> tuple[EagerStep, int]:
         """A step, and the bytes of gradients of parameters: of all layers, or of few, with the gradients of those missing."""
-        layers = layers_of(self.model)
-        with first_layers(self.model, len(layers) if repeat is None else repeat.kept), untouched(self.model):
-            self.faker.replace(modules_of(self.model), buffers=True)
-            args, kwargs = self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
+        with self._faked(repeat) as (args, kwargs):
             layers = layers_of(self.model)
+            if notes is not None:
+                notes.begin(modules_of(self.model), layers, (args, kwargs))
             if around is not None:
                 for layer in layers:
                     layer.forward = self._noted(around(layer.forward))
             given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
             parameters = _leaves(modules_of(self.model))
-            # fake tensors are the same from call to call
-            with RealIntegers(), without_gradients([*given, *parameters]), outside_of_inference():
+            with (
+                RealIntegers(),
+                notes or nullcontext(),
+                without_gradients([*given, *parameters]),
+                outside_of_inference(),
+            ):  # fake tensors are the same from call to call
                 step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only)
                 gradients = _gradient_bytes(parameters)
                 if repeat is not None:
                     repeated = layers[repeat.front : repeat.front + repeat.period]
                     gradients += repeat.copies * _gradient_bytes(_leaves(part for layer in repeated for part in layer.modules()))
                 return step, gradients
+
+    @contextmanager
+    def _faked(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
+        """The arguments, and in place the model, of all layers or of few: as fake tensors, but for integers of the caller's."""
+        with first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept), untouched(self.model):
+            self.faker.replace(modules_of(self.model), buffers=True)
+            yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
+
+    def few(self) -> Few | None:
+        """How all layers are made of few that do the same; None where they are not."""
+        repeat = repeat_of(self.model, by_settings=True)
+        if repeat is None:
+            return None
+        try:
+            alike = do_the_same(self._forward(repeat)[1], self._forward()[1], repeat)
+        except Exception as error:
+            log.info("the forward half is not followed through all layers: %s", error)
+            return None
+        return Few(repeat, name_of_layers(self.model)) if alike else None
 
 
 def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:

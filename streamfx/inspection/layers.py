@@ -13,6 +13,7 @@ from streamfx.cost.repeated import Repeat
 from streamfx.inspection.untouched import held_tensors, modules_of
 
 List = nn.ModuleList | nn.ModuleDict | nn.Sequential
+PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -74,8 +75,15 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def repeat_of(model: Callable[..., Any]) -> Repeat | None:
-    """Which of a model's layers may stand for all by what they hold; None if none do, or that saves little.
+def name_of_layers(model: Callable[..., Any]) -> str:
+    """The name of the longest list of layers, in the outermost module that it is in."""
+    longest = max(_lists_of(model), key=len)
+    return next(name for root in modules_of(model) for name, module in root.named_modules() if module is longest)
+
+
+def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
+    """Which of a model's layers may stand for all by what they hold, `by_settings` also by numbers and words that modules have;
+    None if none do, or that saves little.
 
     Whether they do the same is for who runs them to see. The last layer that is kept is like the last of all, and so are those
     before it.
@@ -87,7 +95,9 @@ def repeat_of(model: Callable[..., Any]) -> Repeat | None:
     count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
     if count != len(lists[-1]) or not _stand_alone(model, layers):
         return None
-    kinds = [_kind(layer) for layer in layers]
+    kinds: list[Any] = [_kind(layer) for layer in layers]
+    if by_settings:
+        kinds = list(zip(kinds, _settings(layers), strict=True))
     found = min((_repeat(kinds, period) for period in range(1, count // 4 + 1)), key=lambda one: one.kept, default=None)
     return found if found is not None and longest <= found.kept <= count // 2 else None
 
@@ -113,6 +123,21 @@ def _kind(layer: nn.Module) -> Any:
         (name, type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], _held_by(module))
         for name, module in layer.named_modules()
     ]
+
+
+def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
+    """The numbers and words that the modules of each layer hold, but for the layer's own number."""
+    found = [
+        {
+            (name, key): value
+            for name, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if type(value) in PLAIN
+        }
+        for layer in layers
+    ]
+    own = {key for key in found[0] if all(one.get(key) == number for number, one in enumerate(found))}
+    return [{key: value for key, value in one.items() if key not in own} for one in found]
 
 
 def _held_by(module: nn.Module) -> list[Any]:

@@ -17,12 +17,16 @@ from torch import fx
 
 from streamfx.backend import Compilation
 from streamfx.cost.memory import Cost, made_like
+from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
+from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
-from streamfx.inspection.layers import layers_of
+from streamfx.inspection.layers import first_layers, layers_of
+from streamfx.inspection.segments import Unlike
 from streamfx.inspection.untouched import Faker, modules_of, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
+from streamfx.log import log
 from streamfx.options import Options, resolved
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
@@ -32,6 +36,7 @@ from streamfx.torch_private import (
     real_values,
     while_traced,
 )
+from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,
@@ -83,8 +88,9 @@ class TracedCall:
     """All graphs of one call; `calls` has a graph as often as it is called, in order.
 
     `eager` is what the call costs without any compiler, None if that cannot be told without data; `checkpointed` the same with
-    every layer checkpointed; where it is None, `not_checkpointed` says why that is no other way of running it. `stopped` says why
-    the call could not be followed to its end, if it could not. `name` is that of what is called.
+    every layer checkpointed; where it is None, `not_checkpointed` says why that is no other way of running it. `alike` says which
+    layers stand for all there, if any. `stopped` says why the call could not be followed to its end, if it could not. `name` is
+    that of what is called.
     """
 
     options: Options
@@ -94,6 +100,7 @@ class TracedCall:
     eager: Cost | None = None
     checkpointed: Cost | None = None
     not_checkpointed: str = ""
+    alike: Repeat | None = None
     stopped: str = ""
     name: str = ""
 
@@ -104,27 +111,38 @@ class TracedCall:
 
 
 def traced(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any = None, baselines: bool = True
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Any = None,
+    baselines: bool = True,
+    of_few: bool = False,
 ) -> TracedCall:
-    """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`."""
+    """Trace one call of a model: real, fake or on the meta device, and so its arguments; also in eager if `baselines`.
+
+    Where few layers are proven to stand for all, `of_few` traces these alone.
+    """
     model = original(model)
     if not callable(model):
         raise _not_traced(f"a {type(model).__name__}, which cannot be called")
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
-    call = TracedCall(replace(resolved(options), strict=False), name=_name_of(model))
+    chosen = replace(resolved(options), strict=False)
     with accepting_real(mode), mode:
-        _trace(call, model, args, kwargs, faker)
-        if not baselines:
-            return call
-        _compare(call, model, EagerCall(model, args, kwargs, faker))
+        eager = EagerCall(model, args, kwargs, faker)
+        cost = eager.cost() if baselines else None
+        followed = not baselines or cost is not None
+        call = _trace_few(chosen, model, args, kwargs, faker, eager.few()) if of_few and followed else None
+        call = call or _trace(TracedCall(chosen, name=_name_of(model)), model, args, kwargs, faker)
+        if baselines:
+            call.eager, call.alike = cost, None if cost is None else eager.alike
+            _compare(call, model, eager)
     return call
 
 
 def _compare(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
-    """Fill in other ways of running a call; checkpoints are one where they keep something from being kept."""
-    call.eager = eager.cost()
+    """Fill in the call with checkpoints, which are another way of running it where they keep something from being kept."""
     if not layers_of(model):
         call.not_checkpointed = NO_LAYERS
     elif not call.trains:
@@ -132,6 +150,21 @@ def _compare(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> N
     else:
         call.checkpointed = eager.cost(checkpointed)
         call.not_checkpointed = "" if call.checkpointed is not None else NOT_FOLLOWED if eager.reached else NOT_CALLED
+
+
+def _trace_few(
+    options: Options, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker, few: Few | None
+) -> TracedCall | None:
+    """A call of all layers, of which few are traced; None where these do not stand for all."""
+    if few is None:
+        return None
+    try:
+        with first_layers(model, few.repeat.kept):
+            call = _trace(TracedCall(options, name=_name_of(model)), model, args, kwargs, faker, few)
+    except Unlike as error:
+        log.info("all layers are traced: %s", error)
+        return None
+    return call if len(call.graphs) == len(call.calls) == 1 and not call.breaks and not call.stopped else None
 
 
 def _name_of(model: Callable[..., Any]) -> str:
@@ -144,12 +177,19 @@ def original(model: Callable[..., Any]) -> Callable[..., Any]:
     return model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
 
 
-def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], faker: Faker) -> None:
-    """Fill in the graphs of a call, in the fake mode that is active."""
+def _trace(
+    call: TracedCall,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    faker: Faker,
+    few: Few | None = None,
+) -> TracedCall:
+    """Fill in the graphs of a call, in the fake mode that is active; of all layers where `few` stand for them."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values(), raised_as_itself(module.graph):
-            return _Watched(module, call).compile(inputs)
+            return (_Watched(module, call) if few is None else _OfFew(module, call, few)).compile(inputs)
 
     with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
@@ -158,7 +198,7 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
         except Exception as error:
             cause = cause_of(error) or error
-            if isinstance(cause, OverBudget):
+            if isinstance(cause, (OverBudget, Unlike)):
                 raise cause from None
             call.stopped = told(cause)
             if not call.graphs:
@@ -167,6 +207,7 @@ def _trace(call: TracedCall, model: Callable[..., Any], args: Sequence[Any], kwa
     if not call.graphs:
         found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
         raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
+    return call
 
 
 def _not_traced(found: str, do: str = "") -> NotTraced:
@@ -234,6 +275,52 @@ class _Watched(Quiet):
         count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
         self.call.graphs.append(TracedGraph(self.seen, self.facts[-1], lambda: (module, None), count))
         return _StandIn(module, self.call)
+
+
+class _OfFew(_Watched):
+    """A compilation of few layers that finds out about all."""
+
+    def __init__(self, module: fx.GraphModule, call: TracedCall, few: Few) -> None:
+        super().__init__(module, call)
+        self.few = few
+
+    def partition_in_stretches(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The halves of few layers, once the passes have run on the joint graph of all."""
+        if not isinstance(joint_inputs, tuple):
+            raise Unlike("the body of a nested region")
+        count, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
+        before = self.watched, self.num_inputs
+        known = {item.position: item for item in self.watched}
+        if len(known) > sum(item.seen is None for item in self.watched):
+            raise Unlike("inputs that hold data")
+        said = {
+            position: (known[position].pattern if position in known else None, position in static) for position in range(count)
+        }
+        whole = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
+        self.watched = [replace(known[old], position=i) for i, old in enumerate(whole.origins) if old in known]
+        self.num_inputs = len(whole.origins)
+        super().partition_in_stretches(
+            whole.module,
+            ([None] * self.num_inputs, joint_inputs[1]),
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=[i for i, old in enumerate(whole.origins) if old in static],
+            **others,
+        )
+        self.watched, self.num_inputs = before
+        self.chain = None  # of all layers' gradients, of which this call has few
+        return default_partition(
+            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **others
+        )
+
+    def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if inputs_in_results() != []:
+            raise Unlike("inputs that are results, or it is not known whether there are any")
+        return super().run_forward(module, inputs)
+
+    def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise Unlike("nothing is trained")
 
 
 class _StandIn:

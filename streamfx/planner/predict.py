@@ -23,6 +23,7 @@ from streamfx.planner.overlap import Stretch, stretches_of
 from streamfx.planner.shards import own_bytes
 from streamfx.report.flow import Handed, flow_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
+from streamfx.torch_private.groups import has_ranks
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
@@ -86,7 +87,8 @@ def predict(
     """Trace a step of a model on the meta device, as compiled with `options`, beside an optimizer's `state` of so many bytes; it
     `updates` in the backward pass, or behind it. Baselines are eager, gradient checkpointing, and those `beside` them.
     """
-    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines), updates)
+    of_few = not has_ranks()  # collectives have an order, in which they come for all layers
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
     own, given = held_by(model), sum(value.nbytes for value in {id(value): value for value in inputs.values()}.values())
     held = own + given + state
     summary = explanation.summary(with_baseline=baselines)
@@ -100,7 +102,7 @@ def predict(
     if explanation.call.checkpointed is not None:
         ways[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
     for name, (other, around) in (beside if baselines else {}).items():
-        if (cost := eager_cost(loss_of(other), inputs, around)) is not None:
+        if (cost := eager_cost(loss_of(other), inputs, around, explanation.call.alike)) is not None:
             ways[name] = explanation.visible(cost)
     return Prediction(
         length=length,

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from streamfx.arguments import refuse_unless
 from streamfx.budget import in_bytes
 from streamfx.collector import uncollected
+from streamfx.cost.repeated import Repeat
 from streamfx.errors import OverBudget, PlanError, told
+from streamfx.inspection.eager import alike_layers
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
 from streamfx.planner.gain import gains_from
+from streamfx.planner.models import loss_of
 from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, held_by, predict
 from streamfx.planner.report import PlanReport
@@ -123,8 +126,16 @@ class Step:
     def _peak_by(self, way: Way, batch: int, count: int | None, length: int) -> int | None:
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), first_layers(self.model, count or len(layers_of(self.model))):
-            own, peak = held_by(self.model), peak_of(way, inputs)
+            # layers are the same by all ways, and heads in many chunks take long to follow
+            alike = None if count is not None or way[0] is self.model else self._alike(inputs)
+            own, peak = held_by(self.model), peak_of(way, inputs, alike)
         return None if peak is None else peak + own + self.state + sum(value.nbytes for value in set(inputs.values()))
+
+    def _alike(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
+        try:
+            return alike_layers(loss_of(self.model), inputs)
+        except Exception:  # what cannot be followed as it is may be followed by another way
+            return None
 
     def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: SoughtBy) -> PlanReport:
         """The longest sequences, or the most of them; guessed by models of few layers where there may be such."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from streamfx.cost.repeated import Repeat
 from streamfx.inspection.eager import Around, checkpointed, eager_cost
 from streamfx.planner.models import loss_of
 from streamfx.planner.scout import guessed
@@ -90,10 +91,10 @@ def _in_chunks(model: nn.Module) -> nn.Module | None:
     return LossInChunks(model, backbone, head) if is_known else None
 
 
-def peak_of(way: Way, inputs: Mapping[str, Tensor]) -> int | None:
-    """Bytes at the peak beyond what is held all the time; None where it cannot be followed."""
+def peak_of(way: Way, inputs: Mapping[str, Tensor], alike: Repeat | None = None) -> int | None:
+    """Bytes at the peak beyond what is held all the time; None where it cannot be followed. `alike` as in `eager_cost`."""
     model, around = way
-    cost = eager_cost(loss_of(model), inputs, around)
+    cost = eager_cost(loss_of(model), inputs, around, alike)
     return None if cost is None else cost.peak
 
 

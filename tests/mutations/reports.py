@@ -61,4 +61,28 @@ ROWS = (
         'node.op == "get_attr"',
         ("test_bodies_as_python.py::test_printed_bodies_compute_what_loops_do",),
     ),
+    Mutation(
+        "reports",
+        "a copy of layers reads itself where it should read the one before",
+        "streamfx/inspection/all_layers.py",
+        "        number += place.beside\n",
+        "",
+        ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
+    ),
+    Mutation(
+        "reports",
+        "copies of layers share their values",
+        "streamfx/inspection/all_layers.py",
+        "            twins[id(value)] = fake_twin(value)\n",
+        "            twins[id(value)] = value\n",
+        ("test_plans_of_few_layers.py::test_a_plan_of_few_layers_is_that_of_all",),
+    ),
+    Mutation(
+        "reports",
+        "layers are not followed to see whether they do the same",
+        "streamfx/inspection/same_layers.py",
+        "    return all(every.stretches[i] == few.stretches[place] for i, place in enumerate(order))\n",
+        "    return True\n",
+        ("test_plans_of_few_layers.py::test_all_layers_are_traced_where_few_do_not_stand_for_them",),
+    ),
 )
