@@ -98,6 +98,9 @@ def compiled():
     return torch.compile(Decoder())
 
 
+ready = Decoder()
+
+
 def bound():
     return functools.partial(Decoder(), targets=torch.zeros(1, 40, dtype=torch.long))
 
@@ -187,7 +190,7 @@ def test_a_decoder_of_ones_own_is_given_ids_and_labels(folder: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out)["sequence"] == [40]
 
 
-@pytest.mark.parametrize("factory", ["compiled", "bound", "gathering", "mask_first", "own_table"])
+@pytest.mark.parametrize("factory", ["compiled", "ready", "bound", "gathering", "mask_first", "own_table"])
 def test_ids_are_given_as_what_is_looked_up(factory: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever is around the model, and wherever its ids stand among its arguments."""
     assert main(["verify", f"factories_of_a_user:{factory}", "--seq", "40", "--json"]) == 0

@@ -71,6 +71,16 @@ def test_what_is_no_number_in_eager_either_is_the_same() -> None:
     assert relative_difference(torch.tensor([1.0, 2.0, float("inf")]), some, 0.0) == float("inf")
 
 
+def test_eager_is_a_function_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Causal().double()
+    function = torch.compile(lambda ids, labels: model(ids, labels), backend="streambp")
+    monkeypatch.setattr(sums, "add", lambda total, part: total.add_(part, alpha=2))
+    assert not streamfx.verify(function, IDS, IDS, outputs="dense").ok
+    monkeypatch.undo()
+    found = streamfx.explain(function, IDS, IDS, outputs="dense").summary()
+    assert found == streamfx.explain(model, IDS, IDS, outputs="dense").summary()
+
+
 @pytest.mark.parametrize("how", ["enabled", "compiled", "a part that is compiled"])
 def test_eager_is_the_model_as_it_was_written(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared with is not the backend once more, where a model was enabled before, and its calls are not counted."""

@@ -6,9 +6,6 @@ are what they were. (Adjoint sharding, section 4.3: `streamfx/runtime/truncated.
 
     carried: d(state), d(weight) of state = tanh(state @ weight + x)      truncated: d(state), and what follows from it
 
-Of an unrolled loop, an operator of the backward half belongs to the row that its gradient comes from (`detection.py`), and what
-is handed on is what a row before it computes with: a gradient that is only put in its place crosses as it is.
-
 A sum is one by how it is used: each of its uses is one summand of a plain addition that is such a sum, too, until it leaves.
 """
 
@@ -113,11 +110,7 @@ def _(run: Unrolled, driven: Sequence[bool]) -> Sequence[Places]:
         if not found.isdisjoint(_sources(item)) or (isinstance(item, Read) and item.operand in operands):
             found.add(item.made)
     found -= _totals(steps)
-    last = {number: row for row in reversed(range(plan.length)) for item in steps.steps[row] for number in _sources(item)}
-    return [
-        [(slot.start, slot.stop) for slot in crossing if slot.value in found and last.get(slot.value, behind) < behind]
-        for behind, crossing in enumerate(steps.crossing)
-    ]
+    return [[(slot.start, slot.stop) for slot in crossing if slot.value in found] for crossing in steps.crossing]
 
 
 def _in_order(steps: Steps) -> Iterator[Instruction]:

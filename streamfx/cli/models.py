@@ -78,7 +78,7 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
     if not callable(factory):
         raise ModelError(f"{arguments.model} is a function that returns a model", found=f"a {type(factory).__name__}", do=RETURN)
     try:
-        made = factory()
+        made = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:
         do = "call it without arguments, and see"
         raise ModelError(f"{arguments.model} makes no model", found=told(error), where=place_of(error), do=do) from error

@@ -31,6 +31,7 @@ from streamfx.options import Options, resolved
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
+    ORIGINAL,
     default_partition,
     is_compiled,
     real_values,
@@ -173,8 +174,8 @@ def _name_of(model: Callable[..., Any]) -> str:
 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` has wrapped, where it has."""
-    return model._orig_mod if is_compiled(model) else model  # type: ignore[attr-defined]
+    """What `torch.compile` has wrapped, where it has: a module or a function."""
+    return model._orig_mod if is_compiled(model) else getattr(model, ORIGINAL, model)  # type: ignore[attr-defined]
 
 
 def _trace(

@@ -78,17 +78,21 @@ def verify(
 
     with failing_in_eager():
         eager = run(model)
+    _check_not_random(eager)
+    with compiled_apart(backend) as keywords:
+        streamed = run(torch.compile(model, backend=backend, **keywords))
+    precision = lowest_precision(compilations, sources.values())
+    found = Verification(list(sources), eager, streamed, precision, given.adjoints)
+    return _saying_something(found, (args, kwargs))
+
+
+def _check_not_random(eager: Run) -> None:
     if eager.is_random:
         raise NotComparable(
             ASKED,
             found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
-    with compiled_apart(backend) as keywords:
-        streamed = run(torch.compile(model, backend=backend, **keywords))
-    precision = lowest_precision(compilations, sources.values())
-    found = Verification(list(sources), eager, streamed, precision, given.adjoints)
-    return _saying_something(found, (args, kwargs))
 
 
 @contextmanager

@@ -49,12 +49,4 @@ ROWS = (
         "return results[-1]",
         (REACH,),
     ),
-    Mutation(
-        "truncations",
-        "a gradient that goes to its place is begun anew, too",
-        FOUND,
-        "if slot.value in found and last.get(slot.value, behind) < behind]",
-        "if slot.value in found]",
-        ("test_truncated_adjoints.py::test_a_row_that_follows_the_state_before_it",),
-    ),
 )
