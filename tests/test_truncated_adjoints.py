@@ -285,6 +285,7 @@ def test_the_report_says_so() -> None:
     text = str(explained(chunk_size=4, adjoints=6))
     assert "adjoints=6: gradients are not eager's, those of 1 recurrence reach back 6 rows, rounded up to chunks" in text
     assert "adjoints" not in str(explained(chunk_size=4))
+    assert "no recurrence is truncated" in str(explained(chunk_size=32, loss_chunk_size=32, adjoints=6))  # all rows are a chunk
     assert "adjoints=64: no recurrence is truncated, gradients are exact" in str(explained(chunk_size=4, adjoints=64))
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.inspection.parts import NOT_CUT, ONE_CHUNK
 from streamfx.inspection.verify import default_loss, relative_difference
-from streamfx.runtime import sums
+from streamfx.runtime import buffers, sums
 from tests.support.small import EXAMPLES, WIDTH, Causal, Streams, tokens
 
 IDS = tokens(2, 6)
@@ -69,6 +71,49 @@ def test_what_is_no_number_in_eager_either_is_the_same() -> None:
     some = torch.tensor([1.0, float("nan"), float("inf")])
     assert relative_difference(some, some, 0.0) == 0
     assert relative_difference(torch.tensor([1.0, 2.0, float("inf")]), some, 0.0) == float("inf")
+
+
+def test_what_chunks_hand_on_is_seen_unless_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows would be one chunk: then it is one that says so."""
+    model, ids = Causal().double(), tokens(2, 12)
+    assert str(streamfx.verify(model, ids, ids, outputs="dense")).count("chunk") == 0
+    at_once = streamfx.verify(model, ids, ids, outputs="dense", chunk_size=12)
+    assert at_once.ok and ONE_CHUNK in str(at_once)
+
+    def forgetful(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) -> Tensor:
+        """Keys of earlier chunks are lost."""
+        visible.zero_()
+        own.copy_(value.reshape(own.shape))
+        return visible.reshape(shape)
+
+    monkeypatch.setattr(buffers, "append", forgetful)
+    assert streamfx.verify(model, ids, ids, outputs="dense", chunk_size=12).ok
+    assert not streamfx.verify(model, ids, ids, outputs="dense").ok
+
+
+def test_a_model_that_does_not_stream_says_little() -> None:
+    """So does a step that fits into its budget as it stands."""
+    found = streamfx.verify(Causal().double(), IDS, IDS, memory_budget="8GiB")
+    assert found.ok and NOT_CUT in str(found)
+
+
+def test_where_nothing_is_compiled_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(streamfx.NotComparable, match="is switched off"):
+        streamfx.verify(Causal(), IDS, IDS)
+
+
+def test_what_is_not_traced_is_not_compared() -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Causal()
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            return torch.compiler.disable(self.inner)(ids, labels)
+
+    with pytest.raises(streamfx.NotComparable, match="no graph of it arrives"):
+        streamfx.verify(Apart(), IDS, IDS)
 
 
 def test_eager_is_a_function_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:

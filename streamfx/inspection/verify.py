@@ -16,11 +16,12 @@ from streamfx.backend import Compilation
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
-from streamfx.inspection.tracing import Quiet, original
+from streamfx.inspection.parts import InParts, what_was_not_cut
+from streamfx.inspection.tracing import original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
-from streamfx.torch_private.dynamo import compiled_apart, raised_as_itself
+from streamfx.torch_private.dynamo import compiled_apart, is_switched_off, raised_as_itself
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -35,7 +36,8 @@ def verify(
 
     `loss` makes the number to differentiate of the model's output; without it that is `output.loss`, the output itself if it is
     a number, or a fixed random combination of all its floating point tensors. Gradients are those of parameters and of inputs
-    that require them. The model's state, its `.grad`s and all random generators are left as they were.
+    that require them. The model's state, its `.grad`s and all random generators are left as they were. Where sizes of chunks are
+    left to streamfx, the rows are cut into three chunks at least.
 
     Args:
         model: a module, or a function of one.
@@ -68,7 +70,7 @@ def verify(
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        compilations.append(Quiet(module, given))
+        compilations.append(InParts(module, given))
         with raised_as_itself(module.graph):
             return compilations[-1].compile(inputs)
 
@@ -81,8 +83,9 @@ def verify(
     _check_not_random(eager)
     with compiled_apart(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
-    precision = lowest_precision(compilations, sources.values())
-    found = Verification(list(sources), eager, streamed, precision, given.adjoints)
+    _check_arrived(compilations)
+    precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
+    found = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut)
     return _saying_something(found, (args, kwargs))
 
 
@@ -92,6 +95,17 @@ def _check_not_random(eager: Run) -> None:
             ASKED,
             found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
             do="call model.eval(), or set the probabilities of dropout to 0",
+        )
+
+
+def _check_arrived(compilations: Sequence[Compilation]) -> None:
+    if not compilations:
+        raise NotComparable(
+            "streamfx.verify asks for a call that torch.compile can trace",
+            found="torch.compile is switched off"
+            if is_switched_off()
+            else "no graph of it arrives at the backend: it runs in eager",
+            do="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE" if is_switched_off() else "streamfx.explain tells why",
         )
 
 
@@ -144,6 +158,7 @@ class Verification:
         streamed: the run through the backend.
         precision: the least precise type that anything is computed in; the tolerance follows from it.
         adjoints: how far the gradients of recurrences were asked to reach back: such as are truncated are not eager's.
+        not_cut: why it was not seen what chunks hand to one another, if it was not.
 
     Example:
         >>> import torch, streamfx
@@ -155,9 +170,15 @@ class Verification:
     """
 
     def __init__(
-        self, names: Sequence[str], eager: Run, streamed: Run, precision: torch.dtype, adjoints: int | str = "exact"
+        self,
+        names: Sequence[str],
+        eager: Run,
+        streamed: Run,
+        precision: torch.dtype,
+        adjoints: int | str = "exact",
+        not_cut: str = "",
     ) -> None:
-        self.adjoints = adjoints
+        self.adjoints, self.not_cut = adjoints, not_cut
         self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
@@ -194,6 +215,8 @@ class Verification:
         yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
         if self.adjoints != "exact" and not self.ok:
             yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
+        if self.not_cut:
+            yield f"  {self.not_cut}"
         if not self.errors:
             yield "  nothing requires a gradient"
             return

@@ -46,10 +46,11 @@ class Compiled:
         if program is None:
             return f"nothing streams: {why_no_stages(facts)}; {MORE}"
         cost = predicted(facts)
-        kinds = [stage.kind for stage in stage_reports(facts, 0, cost.loops)]
+        stages = stage_reports(facts, 0, cost.loops)
+        kinds = [stage.kind for stage in stages]
         streams = how_many_stream(kinds, cost.streamed_share) + (f" ({MORE})" if "whole" in kinds else "")
-        reach = [truncation.rows for truncation in facts.truncations.values()]
-        streams += how_far_back(reach[0], len(reach)) if reach else ""
+        truncated = sum(len(stage.truncated) for stage in stages)
+        streams += how_far_back(next(iter(facts.truncations.values())).rows, truncated) if truncated else ""
         rows = sorted({loop.rows for loop in cost.loops.values()})
         chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
         return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"

@@ -117,8 +117,15 @@ class _View:
             runs=loop_reports(loops, known(self.facts.program), self.costs),
             saved=saved,
             obstacles=tuple(whole),
-            truncated=tuple(node.name for node in stage.backward if node in self.facts.truncations),
+            truncated=tuple(node.name for node in stage.backward if self._is_truncated(node, costs)),
         )
+
+    def _is_truncated(self, node: fx.Node, costs: Iterable[LoopCost]) -> bool:
+        """Whether gradients of a recurrence do not reach back over all chunks that there are."""
+        if node not in self.facts.truncations:
+            return False
+        rows = self.facts.truncations[node].rows
+        return any(cost.chunks - 1 > -(-(rows - 1) // max(cost.rows, 1)) for cost in costs)
 
     def _wire(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
         wire = together(self.sent[loop.spec.name] for loop in loops if loop.spec.name in self.sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,11 @@ def known_as(names: Iterable[str], where: str) -> None:
     """
     for name in names:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
+
+
+def is_switched_off() -> bool:
+    """Whether the environment, or a setting, keeps `torch.compile` from doing anything (2.11, 2.13)."""
+    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1" or bool(config.disable)
 
 
 def compiling() -> Any:

@@ -7,6 +7,22 @@ from tests.mutations.row import Mutation
 ROWS = (
     Mutation(
         "reports",
+        "an enabled model is compared with itself",
+        "streamfx/inspection/untouched.py",
+        "                _as_written(module)\n",
+        "                pass\n",
+        ("test_verify.py::test_eager_is_the_model_as_it_was_written",),
+    ),
+    Mutation(
+        "reports",
+        "few rows are compared in one chunk",
+        "streamfx/inspection/verify.py",
+        "compilations.append(InParts(module, given))",
+        "compilations.append(Compilation(module, given))",
+        ("test_verify.py::test_what_chunks_hand_on_is_seen_unless_a_size_was_given",),
+    ),
+    Mutation(
+        "reports",
         "of neighbours the highest is dropped",
         "streamfx/cost/curve.py",
         "for pick in (max, min))",
