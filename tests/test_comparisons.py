@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -124,3 +125,29 @@ def test_that_a_stage_streams_is_said_of_what_is_in_loops() -> None:
     for model, given in ((Causal(), (IDS[:, :1], IDS[:, :1])), (Mixing(), (rows(),)), (nn.Linear(WIDTH, WIDTH), (rows()[0, 0],))):
         stages = streamfx.explain(model, *given, chunk_size=4).stages
         assert all(stage.loops or stage.reasons for stage in stages)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: Tensor
+
+
+def test_an_object_of_the_users_own_is_an_output_as_a_tuple_is() -> None:
+    """What comes out of it is followed back, in eager and with checkpoints, too."""
+
+    class Returning(Causal):
+        def __init__(self, kind: Callable[..., Any]) -> None:
+            super().__init__()
+            self.kind = kind
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            loss = super().forward(ids, labels)
+            return self.kind(loss, loss * 2)
+
+    def found(kind: Callable[..., Any]) -> Any:
+        return streamfx.explain(Returning(kind), IDS, IDS, chunk_size=2, outputs="dense").summary()
+
+    names = ("baseline_peak_bytes", "baseline_flops", "peak_bytes", "flops")
+    own, plain = found(Output), found(lambda loss, hidden: (loss, hidden))
+    assert [own[name] for name in names] == [plain[name] for name in names]

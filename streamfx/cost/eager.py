@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from streamfx.cost.curve import Curve, Point, Recorder, shortened
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.meter import Meter
-from streamfx.cost.nested import tensors_in
+from streamfx.cost.nested import tensors_in, tensors_returned
 from streamfx.cost.work import NO_WORK, Work
-from streamfx.torch_private import FakeTensorMode, tree_leaves
+from streamfx.torch_private import FakeTensorMode
 
 
 class Mark(NamedTuple):
@@ -95,7 +95,7 @@ def eager_step(call: Callable[[], Any], layers: Iterable[nn.Module] = (), forwar
         outputs = call()
         forward = Half(tuple(recorder.points), meter.work, tuple(marks.forward))
         recorder.points = [point._replace(work=meter.work) for point in recorder.points[-1:]]
-        roots = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        roots = [value for value in tensors_returned(outputs) if value.requires_grad]
         roots = [value for value in roots if value.dim() == 0][:1] or roots
         if forward_only or not roots:
             return EagerStep(forward, None, meter.watched_flops, meter.watched_attention)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from streamfx.torch_private import tree_iter
+from streamfx.torch_private import tree_iter, tree_leaves
 
 PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+OTHERS = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that hold more than what is returned
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -31,3 +34,25 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         yield values
     else:
         yield from (value for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def tensors_returned(value: Any) -> list[Tensor]:
+    """All tensors in what a model returns, those in the attributes of objects of the user's own among them (a dataclass).
+
+    >>> from types import SimpleNamespace
+    >>> [tensor.item() for tensor in tensors_returned([torch.tensor(1), SimpleNamespace(loss=torch.tensor(2), name="")])]
+    [1, 2]
+    """
+    found: list[Tensor] = []
+    todo, seen = [value], set[int]()
+    while todo:
+        leaves = tree_leaves(todo.pop(0))
+        found += (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        others = [
+            leaf
+            for leaf in leaves
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, (*OTHERS, Tensor)) and id(leaf) not in seen
+        ]
+        seen.update(map(id, others))
+        todo += (vars(leaf) for leaf in others)
+    return found

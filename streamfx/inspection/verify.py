@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.arguments import refusing
 from streamfx.backend import Compilation
+from streamfx.cost.nested import tensors_returned
 from streamfx.errors import NotComparable, StreamFXError, told
 from streamfx.inspection.emptiness import DO, empty_among
 from streamfx.inspection.keywords import options_among
@@ -280,7 +281,7 @@ def default_loss(output: Any) -> Tensor:
         return own
     if isinstance(output, Tensor) and output.dim() == 0:
         return output
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [tensor for tensor in tensors_returned(output) if tensor.is_floating_point()]
     if not tensors:
         raise NotComparable(
             ASKED, found=f"the output, {_described(output)}, has no loss", do="say with loss= which number to differentiate"
