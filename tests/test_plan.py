@@ -307,11 +307,17 @@ def test_refusals_are_short(arguments: list[str], said: str, capsys: pytest.Capt
 def test_configurations_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "other.json").write_text('{"model_type": "no such type"}')
+    (tmp_path / "near.json").write_text('{"model_type": "llamma"}')
+    (tmp_path / "list.json").write_text('{"model_type": ["llama"]}')
+    (tmp_path / "sizes.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "encoder.json").write_text('{"model_type": "t5"}')
     for name, said in (
         ("bad", "not JSON"),
-        ("other", "is no configuration that"),
+        ("other", "of a model_type that .* does not know"),
+        ("near", "did you mean 'llama'"),
+        ("list", r"found \['llama'\]"),
+        ("sizes", "is no configuration that"),
         ("encoder", "makes no causal language model"),
         ("empty", "has no model_type"),
     ):

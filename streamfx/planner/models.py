@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.arguments import did_you_mean
 from streamfx.errors import PlanError, told
 from streamfx.planner.names import config_file
 from streamfx.planner.quantized import quantized
@@ -39,11 +40,16 @@ def configuration(source: Any) -> Any:
 def _of_mapping(values: dict[str, Any], origin: str) -> Any:
     try:
         import transformers
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError:
         raise PlanError("a configuration needs transformers", do="pip install 'streamfx[plan]'") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
+    known, model_type = list(CONFIG_MAPPING), values["model_type"]
+    if model_type not in known:
+        asked = f"{origin} is of a model_type that the installed transformers ({transformers.__version__}) does not know"
+        hint = did_you_mean(model_type, known, cutoff=0.7)
+        raise PlanError(asked, found=repr(model_type), do=f"{hint}give the config.json of a Hugging Face model")
     try:
         return AutoConfig.for_model(**values)
     except Exception as error:
