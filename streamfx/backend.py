@@ -19,7 +19,7 @@ from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
 from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts
 from streamfx.ir.joint import outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
@@ -262,9 +262,9 @@ class Compilation:
                 return halves
         facts = self.analysed(capture)
         self.tell(facts, self.options)
-        if facts.program is None:
+        if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
             return plain()
-        return facts.program.forward, known(facts.program.backward)
+        return facts.program.forward, facts.program.backward
 
     def partition_in_stretches(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any

@@ -113,6 +113,13 @@ def test_a_class_is_refused_before_it_is_changed(ask: Callable[..., Any]) -> Non
     assert Mine.__call__ is call and torch.equal(model(x), before)
 
 
+def test_a_model_without_data_runs_as_in_eager() -> None:
+    """On the meta device PyTorch asks for no gradient of what an operator without a formula there makes."""
+    model, ids = Causal().to("meta"), torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    loss = torch.compile(model, backend="streambp")(ids, ids)
+    assert loss.is_meta and loss.shape == model(ids, ids).shape
+
+
 def test_calls_that_fail_leave_no_mark() -> None:
     """Good steps with bad ones between them: the same as the good ones alone."""
     clean, disturbed = Trained(), Trained()
