@@ -131,6 +131,9 @@ class Compilation:
     weights: Sequence[int] = ()  # by number, so that two models are told apart
     is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
 
+    def __post_init__(self) -> None:
+        self.traced = self.module
+
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
         inputs = list(example_inputs)
