@@ -20,6 +20,7 @@ from tests.support.precision import widen_models
 __all__ = ["golden"]
 
 collect_ignore = [
+    "support/hub_kernels.py",
     "support/installed",
     "support/kernels",
     "support/stateful",
