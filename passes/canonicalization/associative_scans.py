@@ -5,20 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from torch import fx
 
 from streamfx.ir.joint import shape_of_node
-from streamfx.ir.recurrence import RecurrenceAxes, TreePlan
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.recurrence import TreePlan, axes_apart
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation, results_in_use
 from streamfx.passes.canonicalization.stateful_operators import behind, takers
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
-
-ROWS = 0  # the letter of what follows one another
 
 
 @dataclass(frozen=True)
@@ -79,20 +75,10 @@ def _taken(made: fx.Node, parts: Mapping[int, Sequence[fx.Node]], writer: GraphW
 def _plan(
     call: TreeScan, results: Sequence[int], gradients: Sequence[fx.Node] = (), absent: frozenset[int] | None = None
 ) -> TreePlan:
-    """Of a call, or of its gradients: each dimension has a letter of its own, but for rows."""
-    letters = count(ROWS + 1)
-
-    def own(sizes: Sequence[Any], has_rows: bool) -> LetterShape:
-        dims = tuple((next(letters),) if size != 1 else () for size in sizes[has_rows:])
-        return ((ROWS,), *dims) if has_rows else dims
-
-    operands = [*((row, True) for row in call.rows), *((value, False) for value in call.given)]
-    taken = [*((gradient, True) for gradient in gradients), *operands]
-    axes = RecurrenceAxes(
-        tuple(own(shape_of_node(node), has_rows) for node, has_rows in taken),
-        tuple(own(shape_of_node(operands[number][0]), operands[number][1]) for number in results),
-        ROWS,
-    )
+    """Of a call, or of its gradients."""
+    operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.given)]
+    taken = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
+    axes = axes_apart(taken, [operands[number] for number in results])
     types = tuple(row.meta["val"].dtype for row in call.rows)
     (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
     assert isinstance(length, int)

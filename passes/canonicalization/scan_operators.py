@@ -11,15 +11,13 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
-from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import is_tensor, node_argument, shape_of_node
-from streamfx.ir.recurrence import RecurrenceAxes, ScanPlan
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
+from streamfx.ir.recurrence import ScanPlan, axes_apart
 from streamfx.ir.structure import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.equation import equation, results_in_use
@@ -30,7 +28,6 @@ from streamfx.runtime.scanned import Scanned
 from streamfx.torch_private import SCAN, OpOverload
 
 aten = torch.ops.aten
-ROWS = 0  # the letter of what follows one another
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _without_steps(call: Scan, numbers: Sequence[int], writer: GraphWriter) -> d
     found: dict[int, fx.Node] = {}
     start, stop = len(call.first), len(call.first) + len(call.rows)
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
-    changing = _following_from(call.step, call.step.inputs[:stop])
+    changing = descendants(call.step.inputs[:stop], call.step.operators)
     for number in numbers:
         source = _copied(call.step.results[number])
         if source in call.step.inputs[start:stop]:
@@ -172,14 +169,6 @@ def _copied(node: fx.Node) -> fx.Node:
     while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
         node = node_argument(node)
     return node
-
-
-def _following_from(step: Step, inputs: Sequence[fx.Node]) -> set[fx.Node]:
-    found = set(inputs)
-    for node in step.operators:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _made_once(value: fx.Node, known: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
@@ -241,26 +230,12 @@ def _plan(call: Scan, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
     kinds = [(tuple(result.meta["val"].shape), result.meta["val"].dtype) for result in step.results]
     name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
     combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
-    axes = _letters(call, [kinds[number][0] for number in finals], [shape for shape, _ in kinds[carried:]])
+    groups = ((call.first, None), (call.rows, 0), (call.given, None))
+    operands = [(shape_of_node(item), at) for items, at in groups for item in items]
+    length = shape_of_node(call.rows[0])[0]
+    made = [((length, *shape), 0) for shape, _ in kinds[carried:]]
+    axes = axes_apart(operands, [*((kinds[number][0], None) for number in finals), *made])
     return ScanPlan(name, combine, tuple(kinds[:carried]), finals, len(call.rows), tuple(kinds[carried:]), reverse, axes)
-
-
-def _letters(call: Scan, finals: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> RecurrenceAxes:
-    """Each dimension has a letter of its own, but for rows: what a step does along the others is not looked into."""
-    letters = count(ROWS + 1)
-
-    def own(sizes: Sequence[Any]) -> LetterShape:
-        return tuple((next(letters),) if size != 1 else () for size in sizes)
-
-    def with_rows(sizes: Sequence[Any]) -> LetterShape:
-        return ((ROWS,), *own(sizes))
-
-    operands = (
-        *(own(shape_of_node(item)) for item in call.first),
-        *(with_rows(shape_of_node(item)[1:]) for item in call.rows),
-        *(own(shape_of_node(item)) for item in call.given),
-    )
-    return RecurrenceAxes(operands, (*map(own, finals), *map(with_rows, made)), ROWS)
 
 
 def _is_turned(rows: fx.Node) -> bool:

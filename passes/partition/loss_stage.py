@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import ancestors, is_tensor, trained_values
+from streamfx.ir.joint import ancestors, descendants, is_tensor, trained_values
 from streamfx.passes.operators.traits import is_product
 from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
 
@@ -96,11 +96,8 @@ class _Search:
     @cached_property
     def weights(self) -> set[fx.Node]:
         """Weights that are trained, and what is made of them outside of loops."""
-        found = {node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node)}
-        for node in self.nodes:
-            if not self._is_in_loop(node) and any(source in found for source in node.all_input_nodes):
-                found.add(node)
-        return found
+        weights = (node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node))
+        return descendants(weights, (node for node in self.nodes if not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
         return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.forms.get(node, ()))

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.sizes import shape_of
-from streamfx.passes.recurrences.combining import Body, combine_of, is_plain
+from streamfx.passes.recurrences.combining import EXAMPLE, Body, combine_of, is_plain
 from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
 from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LOAD, PAD, REMOVE_BATCH, SLICE
 
-EXAMPLE = "example_value"
 OUTERMOST = 1  # the level of a `vmap` that is inside of no other transformation
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import JointGraph
+from streamfx.ir.joint import descendants
 from streamfx.ir.recurrence import Instruction, Number, Operation, Places, Read, Steps, Truncation, Value
 from streamfx.options import Options
 from streamfx.passes.recurrences.plans import numbers_in
@@ -41,7 +41,7 @@ class Truncations:
         rows, sequence = self.options.adjoints, facts.axes.sequence
         if rows == "exact" or sequence is None or sequence.length in range(rows + 1):
             return facts
-        driven, found = _driven(facts.joint), dict[fx.Node, Truncation]()
+        driven, found = descendants(facts.joint.tangents, facts.joint.nodes), dict[fx.Node, Truncation]()
         for node in facts.joint.nodes:
             run, forms = node.target, facts.demand.forms.get(node, ())
             if isinstance(run, Recurrence) and run.reverse and node not in facts.joint.forward and Form.ROWS in forms:
@@ -49,15 +49,6 @@ class Truncations:
                 if any(places):
                     found[node] = Truncation(rows, places)
         return replace(facts, truncations=found)
-
-
-def _driven(joint: JointGraph) -> set[fx.Node]:
-    """What depends on the gradients that come in."""
-    found = set(joint.tangents)
-    for node in joint.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 @singledispatch
@@ -83,11 +74,12 @@ def _(run: Scanned, driven: Sequence[bool]) -> Sequence[Places]:
     graph, count = run.plan.step, len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
+    operators = [node for node in graph.nodes if node.op == "call_function"]
     found = {place for place, is_driven in zip(inputs, driven, strict=True) if is_driven}
     before = -1
     while len(found) > before:
         before = len(found)
-        found.update(node for node in graph.nodes if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes))
+        found = descendants(found, operators)
         found.update(place for place, left in zip(inputs[:count], results, strict=False) if left in found)
     places = zip(slots(run.plan.carry), inputs, results, strict=False)
     return [[where for where, place, left in places if place in found and not _is_total(place, left, results)]]

@@ -84,6 +84,15 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those of some nodes, in the order of their graph, that depend on `roots` through one another, and the roots."""
+    found = set(roots)
+    for node in nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
     """What is trained, activations that are handed in and get a gradient, and the gradients that come in."""
     return frozenset(joint.tangents) | {primal for _, primal, _ in joint.trained}
@@ -91,11 +100,8 @@ def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
 
 def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
     """What the forward half makes of the primals that get a gradient, and these."""
-    found = {primal for _, primal, _ in joint.trained}
-    for node in joint.nodes:
-        if node in joint.forward and any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return frozenset(found)
+    trained = {primal for _, primal, _ in joint.trained}
+    return frozenset(descendants(trained, (node for node in joint.nodes if node in joint.forward)))
 
 
 def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGraph:

@@ -10,8 +10,9 @@ Nothing is assumed about steps being alike: a chunk of rows runs the operators o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ from torch import Tensor, fx
 from streamfx.ir.signature import Letter, LetterShape
 from streamfx.ir.sizes import Size
 
+ROWS: Letter = 0  # what follows one another
+Shaped: TypeAlias = "tuple[Sequence[Size], int | None]"  # sizes, and the dimension of rows, where there is one
 Number: TypeAlias = int  # of a value, of an operand
 
 
@@ -115,6 +118,16 @@ class RecurrenceAxes:
     operands: tuple[LetterShape, ...]
     results: tuple[LetterShape, ...]
     rows: Letter
+
+
+def axes_apart(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
+    """Each dimension has a letter of its own, but for rows: what is done along the others is not looked into."""
+    letters = count(ROWS + 1)
+
+    def own(sizes: Sequence[Size], at: int | None) -> LetterShape:
+        return tuple((ROWS,) if dim == at else (next(letters),) if size != 1 else () for dim, size in enumerate(sizes))
+
+    return RecurrenceAxes(tuple(own(*item) for item in operands), tuple(own(*item) for item in results), ROWS)
 
 
 Places: TypeAlias = "Sequence[tuple[int, int | None]]"  # of a carry: where its parts begin and end

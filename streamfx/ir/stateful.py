@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamfx.ir.recurrence import RecurrenceAxes
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.recurrence import RecurrenceAxes, axes_apart
 from streamfx.ir.sizes import Size, product, shape_of, size_of
 from streamfx.torch_private.sizes import size_hint
 
-ROWS = 0  # the letter of what follows one another
 ALIGNED = 16  # bytes: where a value of any type may begin
 
 
@@ -195,7 +192,10 @@ class _Call:
             slots=slots,
             carried=carried,
             results=parts,
-            axes=_axes(tensors, rows, [(self.results[part.number], part.rows) for part in parts]),
+            axes=axes_apart(
+                [(shape_of(value), rows.get(name)) for name, value in tensors.items()],
+                [(shape_of(self.results[part.number]), part.rows) for part in parts],
+            ),
             block=self._block(declared.block),
             again=forward,
             remade={name: number for name, (number, value) in remade.items() if 0 not in value.shape},
@@ -299,18 +299,3 @@ def _order(value: Tensor) -> tuple[int, ...]:
     for dim in reversed(range(value.dim() - 1)):
         strides[dim] = strides[dim] or strides[dim + 1]
     return tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
-
-
-# -- letters
-
-
-def _axes(tensors: Mapping[str, Tensor], rows: Mapping[str, int], results: Sequence[tuple[Tensor, int | None]]) -> RecurrenceAxes:
-    """Each dimension has a letter of its own, but for rows: what an operator does along the others is not looked into."""
-    letters = count(ROWS + 1)
-
-    def own(value: Tensor, at: int | None) -> LetterShape:
-        shape = shape_of(value)
-        return tuple((ROWS,) if dim == at else (next(letters),) if size != 1 else () for dim, size in enumerate(shape))
-
-    operands = tuple(own(value, rows.get(name)) for name, value in tensors.items())
-    return RecurrenceAxes(operands, tuple(own(value, at) for value, at in results), ROWS)

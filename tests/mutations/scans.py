@@ -45,8 +45,8 @@ ROWS = (
         "scans",
         "what follows from the carry is the same for all rows",
         READ,
-        "changing = _following_from(call.step, call.step.inputs[:stop])",
-        "changing = _following_from(call.step, call.step.inputs[start:stop])",
+        "changing = descendants(call.step.inputs[:stop], call.step.operators)",
+        "changing = descendants(call.step.inputs[start:stop], call.step.operators)",
         (STREAMS,),
     ),
     Mutation(
