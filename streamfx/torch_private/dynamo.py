@@ -189,12 +189,14 @@ def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
 def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
 
-    That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
+    That is: compiled code, and what it has learned about sizes that change from call to call. Functions that were given up by an
+    earlier call are tried again, so that what is found does not depend on it (2.11, 2.13).
     """
     from torch._dynamo import pgo
 
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
+    _try_again()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
@@ -202,6 +204,20 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         learned.clear()
         learned.update(before)
         _drop_compiled_code(backend)
+        _try_again()
+
+
+def _try_again() -> None:
+    """Forget which functions Dynamo was to leave alone from then on: because tracing failed (a graph break in a loop), or had
+    been done too often. Who compiles them next finds out for himself. Compiled code stays.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for reference in list(input_codes.seen):
+        if (code := reference()) is not None:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def _drop_compiled_code(backend: Callable[..., Any]) -> None:
