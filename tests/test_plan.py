@@ -372,3 +372,20 @@ def test_models_are_left_alone() -> None:
     model: nn.Module = built(TINY)
     streamfx.plan(model, seq=128)
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def test_inputs_of_a_models_own_are_as_many_as_was_asked_for() -> None:
+    """The first of them need not be a batch, and one length more may be too long."""
+
+    def inputs(batch: int, length: int) -> dict[str, Any]:
+        if length < 64:
+            raise ValueError("no less")
+        return {"positions": torch.empty(length, device="meta"), "x": torch.empty(batch, length, 4, device="meta")}
+
+    report = streamfx.plan(Placed(4, 4, device="meta"), seq=64, inputs=inputs, baselines=False)
+    assert report.summary()["batch"] == 1 and "1 x 64 tokens" in str(report)
+
+
+class Placed(torch.nn.Linear):
+    def forward(self, positions: Any, x: Any) -> Any:  # type: ignore[override]
+        return super().forward(x + positions[:, None]).square().mean()
