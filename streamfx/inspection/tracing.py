@@ -21,6 +21,7 @@ from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.inspection.segments import Unlike
 from streamfx.inspection.untouched import Faker, modules_of, untouched
@@ -203,7 +204,7 @@ def _trace(
                 raise cause from None
             call.stopped = told(cause)
             if not call.graphs:
-                raise _not_traced(call.stopped) from error
+                raise _not_traced(call.stopped, advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
     if not call.graphs:
         found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)

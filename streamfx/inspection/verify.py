@@ -15,7 +15,7 @@ from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.cost.nested import tensors_returned
 from streamfx.errors import NotComparable, StreamFXError, told
-from streamfx.inspection.emptiness import DO, empty_among
+from streamfx.inspection.given import DO, advice_on, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.parts import InParts, what_was_not_cut
 from streamfx.inspection.tracing import original
@@ -79,7 +79,7 @@ def verify(
         with untouched(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
-    with failing_in_eager():
+    with failing_in_eager((args, kwargs)):
         eager = run(model)
     _check_not_random(eager)
     with compiled_apart(backend) as keywords:
@@ -111,7 +111,7 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
 
 
 @contextmanager
-def failing_in_eager() -> Iterator[None]:
+def failing_in_eager(inputs: Any) -> Iterator[None]:
     """Says so if the call fails without the backend."""
     try:
         yield
@@ -121,7 +121,8 @@ def failing_in_eager() -> Iterator[None]:
         raise NotComparable(
             ASKED,
             found=f"in eager, without the backend, it raises {told(error)}",
-            do="check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
+            do=advice_on(inputs)
+            or "check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
         ) from error
 
 
