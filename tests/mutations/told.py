@@ -48,4 +48,20 @@ ROWS = (
         "refuse_unless(True, NotTraced,",
         ("test_bad_arguments.py::test_wrong_calls",),
     ),
+    Mutation(
+        "told",
+        "keys of the parts of a configuration are not looked at",
+        "streamfx/planner/misspelt.py",
+        "            yield from misspelt_in(value, own)\n",
+        "            pass\n",
+        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
+    ),
+    Mutation(
+        "told",
+        "a configuration with a key that is nearly a known one is planned",
+        "streamfx/planner/misspelt.py",
+        "key not in known and (meant := _meant(key, missing))",
+        "key not in known and (meant := None)",
+        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
+    ),
 )
