@@ -40,9 +40,12 @@ from streamfx.torch_private import (
 )
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
+    SWITCH_ON,
+    SWITCHED_OFF,
     cause_of,
     cause_of_break,
     compiled_apart,
+    is_switched_off,
     noted_graph_breaks,
     quiet_tracer,
     raised_as_itself,
@@ -206,6 +209,8 @@ def _trace(
             if not call.graphs:
                 raise _not_traced(call.stopped, advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
+    if not call.graphs and is_switched_off():
+        raise _not_traced(SWITCHED_OFF, SWITCH_ON)
     if not call.graphs:
         found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
         raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
@@ -216,7 +221,7 @@ def _not_traced(found: str, do: str = "") -> NotTraced:
     return NotTraced(
         "streamfx.explain asks for a call that torch.compile can trace",
         found=found,
-        do=do or "check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
+        do=do or "check that model(*args, **kwargs) runs with these arguments",
     )
 
 

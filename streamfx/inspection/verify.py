@@ -22,7 +22,7 @@ from streamfx.inspection.tracing import original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
-from streamfx.torch_private.dynamo import compiled_apart, is_switched_off, raised_as_itself
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -103,10 +103,8 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
     if not compilations:
         raise NotComparable(
             "streamfx.verify asks for a call that torch.compile can trace",
-            found="torch.compile is switched off"
-            if is_switched_off()
-            else "no graph of it arrives at the backend: it runs in eager",
-            do="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE" if is_switched_off() else "streamfx.explain tells why",
+            found=SWITCHED_OFF if is_switched_off() else "no graph of it arrives at the backend: it runs in eager",
+            do=SWITCH_ON if is_switched_off() else "streamfx.explain tells why",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import config
+from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
 
@@ -33,9 +33,17 @@ def known_as(names: Iterable[str], where: str) -> None:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
 
 
+SWITCHED_OFF = "torch.compile is switched off"
+SWITCH_ON = (
+    "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, leave torch._dynamo.config.disable and "
+    'torch.compiler.set_stance("force_eager") out'
+)
+
+
 def is_switched_off() -> bool:
     """Whether the environment, or a setting, keeps `torch.compile` from doing anything (2.11, 2.13)."""
-    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1" or bool(config.disable)
+    is_off = os.environ.get("TORCHDYNAMO_DISABLE", "") == "1" or bool(config.disable)
+    return is_off or eval_frame._stance.stance == "force_eager"
 
 
 def compiling() -> Any:

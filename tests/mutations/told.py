@@ -64,4 +64,20 @@ ROWS = (
         "key not in known and (meant := None)",
         ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
     ),
+    Mutation(
+        "told",
+        "calls are counted as compiled where nothing is",
+        "streamfx/integrations/calls.py",
+        "generates(kwargs) or self.is_off:",
+        "generates(kwargs):",
+        ("test_switched_off.py::test_calls_are_counted_as_what_they_are",),
+    ),
+    Mutation(
+        "told",
+        "a layer that is enabled is called a whole model",
+        "streamfx/integrations/targets.py",
+        "WHOLE if is_given_alone else OF_TRAINER",
+        "OF_TRAINER",
+        ("test_switched_off.py::test_a_part_of_a_model_is_not_called_the_whole",),
+    ),
 )
