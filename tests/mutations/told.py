@@ -80,4 +80,12 @@ ROWS = (
         "OF_TRAINER",
         ("test_switched_off.py::test_a_part_of_a_model_is_not_called_the_whole",),
     ),
+    Mutation(
+        "told",
+        "a page does not say why nothing is compared with checkpoints",
+        "streamfx/inspection/page.py",
+        '    if summary["not_checkpointed"]:\n',
+        "    if False:\n",
+        ("test_html.py::test_a_page_says_what_the_text_says",),
+    ),
 )
