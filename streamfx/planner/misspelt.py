@@ -59,5 +59,5 @@ def _leaves_words_out(key: str, name: str) -> bool:
 def _read_by(kind: type) -> set[str]:
     """What the classes of a configuration take, and what they have by name."""
     classes = [one for one in kind.__mro__ if one is not object]
-    taken = {name for one in classes for name in inspect.signature(one.__init__).parameters}
+    taken = {name for one in classes for name in inspect.signature(vars(one).get("__init__", one)).parameters}
     return taken | {name.removeprefix("_") for one in classes for name in vars(one)}

@@ -7,8 +7,9 @@ import inspect
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from types import TracebackType
 from typing import Any
@@ -191,6 +192,30 @@ def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, for whose first dimension a graph should be for all lengths at once (2.11, 2.13)."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
+
+
+@contextmanager
+def noted_compilations() -> Iterator[list[tuple[int, int]]]:
+    """When something was compiled inside of it, in nanoseconds since the epoch, in any thread (2.11, 2.13)."""
+    from torch._dynamo.callback import callback_handler
+
+    found, begun = list[tuple[int, int]](), list[int]()
+
+    def begin(about: Any) -> None:
+        begun.append(time.time_ns())
+
+    def end(about: Any) -> None:
+        if begun:  # else it had begun before
+            found.append((begun.pop(), time.time_ns()))
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield found
+    finally:
+        with suppress(ValueError):  # somebody has called torch._dynamo.reset()
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
 
 
 @contextmanager

@@ -88,4 +88,12 @@ ROWS = (
         "    if False:\n",
         ("test_html.py::test_a_page_says_what_the_text_says",),
     ),
+    Mutation(
+        "told",
+        "what compiles a first step is not told from what runs it",
+        "streamfx/inspection/profile.py",
+        "watch.ran, unseen, compiled)",
+        "watch.ran, unseen)",
+        ("test_profile.py::test_a_first_step_says_how_long_it_compiled",),
+    ),
 )
