@@ -42,6 +42,11 @@ def test_calls_are_counted_as_what_they_are(
         model(IDS, IDS).backward()
         assert "nothing is compiled: torch.compile is switched off" in str(done)
         assert "0 calls through streambp, 1 as they were" in str(done) and not done.compiled
+    model(IDS, IDS).backward()
+    if off is by_environment:  # what torch.compile has given back as it was stays so
+        assert "0 calls through streambp, 2 as they were" in str(done) and "switched off" in str(done)
+    else:
+        assert "1 calls through streambp, 1 as they were" in str(done) and "switched off" not in str(done)
 
 
 @switches

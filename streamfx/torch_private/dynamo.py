@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import _len_torch_dispatch_stack
 from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
+from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
 from streamfx.torch_private.lines import source_line
@@ -43,8 +45,24 @@ SWITCH_ON = (
 
 def is_switched_off() -> bool:
     """Whether the environment, or a setting, keeps `torch.compile` from doing anything (2.11, 2.13)."""
-    is_off = os.environ.get("TORCHDYNAMO_DISABLE", "") == "1" or bool(config.disable)
-    return is_off or eval_frame._stance.stance == "force_eager"
+    return gives_back() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
+
+
+def gives_back() -> bool:
+    """Whether `torch.compile` gives back what it is given: that stays so when the environment has changed (2.11, 2.13)."""
+    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+
+
+def is_traced_here() -> bool:
+    """Whether a tracer runs what calls this. `torch.compiler.is_compiling()` is one for the process: it says so while another
+    thread compiles, too (2.11, 2.13).
+    """
+    if torch.compiler.is_dynamo_compiling():  # as Dynamo reads it, and nobody else
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    is_compiled = CompileContext.try_get() is not None or TracingContext.try_get() is not None
+    return is_compiled or _len_torch_dispatch_stack() > 0  # export's, which has no such context
 
 
 def compiling() -> Any:
