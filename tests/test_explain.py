@@ -154,14 +154,6 @@ def test_a_graph_without_a_sequence_is_whole() -> None:
     assert "no dimension of this graph" in stage["reason"]
 
 
-def test_a_single_row_is_named_as_what_it_is() -> None:
-    """No larger part of the model would help."""
-    (stage,) = summary_of(Causal(), tokens(1, 1), tokens(1, 1))["stages"]
-    assert "the inputs are a single row" in stage["reason"] and "give sequences of more rows" in stage["reason"]
-    (stage,) = summary_of(Mixing(), torch.randn(WIDTH, WIDTH))["stages"]
-    assert "single row" not in stage["reason"]
-
-
 def test_much_work_without_a_sequence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A graph that nothing streams of says so when it is compiled, with what nothing is known of and the line of the code."""
     monkeypatch.setattr("streamfx.report.no_gain.MUCH_WORK", 1000)

@@ -38,7 +38,7 @@ ROWS = (
         "streamfx/planner/step.py",
         "            found = replace(found, batch=batch)\n",
         "            pass\n",
-        ("test_plan.py::test_inputs_of_a_models_own_are_as_many_as_was_asked_for",),
+        ("test_plan_given.py::test_inputs_of_a_models_own_are_as_many_as_was_asked_for",),
     ),
     Mutation(
         "told",
@@ -54,7 +54,7 @@ ROWS = (
         "streamfx/planner/misspelt.py",
         "            yield from misspelt_in(value, own)\n",
         "            pass\n",
-        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
+        ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
     ),
     Mutation(
         "told",
@@ -62,7 +62,7 @@ ROWS = (
         "streamfx/planner/misspelt.py",
         "key not in known and (meant := _meant(key, missing))",
         "key not in known and (meant := None)",
-        ("test_plan.py::test_keys_that_are_nearly_known_are_refused",),
+        ("test_plan_given.py::test_keys_that_are_nearly_known_are_refused",),
     ),
     Mutation(
         "told",
@@ -151,5 +151,13 @@ ROWS = (
         "(hint or not takes_others)",
         "not takes_others",
         ("test_bad_arguments.py::test_wrong_calls",),
+    ),
+    Mutation(
+        "told",
+        "of a single row is said that a larger part of the model would help",
+        "streamfx/report/reasons.py",
+        "    if _is_single_row(facts):\n",
+        "    if False:\n",
+        ("test_given.py::test_a_single_row_is_named_as_what_it_is",),
     ),
 )
