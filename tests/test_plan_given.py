@@ -28,11 +28,11 @@ from tests.test_plan import TINY
     ],
 )
 def test_keys_that_are_nearly_known_are_refused(given: dict[str, Any], key: str, meant: str, tmp_path: Path) -> None:
-    """transformers keeps them, and takes the default."""
+    """transformers keeps them, and takes the default. `plan` asks for configurations so."""
     (tmp_path / "config.json").write_text(json.dumps(given))
     for source in (given, str(tmp_path)):
         with pytest.raises(streamfx.PlanError, match=f"does not know\n.*found '{key}'\n.*did you mean '{meant}'"):
-            streamfx.plan(source)
+            configuration(source)
 
 
 def test_other_keys_of_a_configuration_are_there_for_others() -> None:
