@@ -145,6 +145,7 @@ def test_wrong_calls(error: type[Exception], said: str, call: Callable[[], Any])
     with pytest.raises(error, match=said) as caught:
         call()
     assert isinstance(caught.value, streamfx.StreamFXError)
+    assert "takes self" not in str(caught.value)
     assert streamfx.options.resolved() == before
 
 
