@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,47 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "inputs, a number": (PlanError, "inputs cannot be 3", lambda: ANY.plan(Own(), inputs=3)),
     "inputs that are a list": (PlanError, "a dictionary of tensors", lambda: ANY.plan(Own(), inputs=lambda b, t: [b])),
     "inputs of a length": (PlanError, "it raises TypeError", lambda: ANY.plan(Own(), inputs=lambda t: {})),
+    "inputs of one length": (
+        PlanError,
+        r"the same sizes from inputs\(1, 4096\) and inputs\(1, 2048\): x of shape \(2, 8, 4\)(?s:.*)length that it is given",
+        lambda: ANY.plan(Own(), inputs=lambda b, t: {"x": torch.empty(2, 8, 4, device="meta")}),
+    ),
+    "inputs of one batch": (
+        PlanError,
+        r"of a batch(?s:.*)from inputs\(3, 64\) and inputs\(4, 64\)",
+        lambda: ANY.plan(Own(), seq=64, batch=3, inputs=lambda b, t: {"x": torch.empty(1, t, 4, device="meta")}),
+    ),
+    "inputs of one batch, searched": (
+        PlanError,
+        "the same sizes from inputs",
+        lambda: ANY.plan(Own(), max_batch=True, memory="1G", inputs=lambda b, t: {"x": torch.empty(1, t, 4, device="meta")}),
+    ),
+    "inputs that are arrays": (
+        PlanError,
+        r"x=a ndarray(?s:.*)torch.as_tensor",
+        lambda: ANY.plan(Own(), inputs=lambda b, t: {"x": np.zeros((b, t, 4), np.float32)}),
+    ),
+    "an array, explained": (
+        NotTraced,
+        r"arrays of numpy: input \['input'\] of shape \(2, 8, 4\)(?s:.*)torch.as_tensor\(array\)",
+        lambda: ANY.explain(nn.Linear(4, 4), input=np.zeros((2, 8, 4), np.float32)),
+    ),
+    "an array, verified": (
+        NotComparable,
+        r"do +input \[0\] of shape \(2, 4\) is an array of numpy: give tensors",
+        lambda: ANY.verify(nn.Linear(4, 4), np.zeros((2, 4), np.float32)),
+    ),
+    "a row without a batch, explained": (
+        NotTraced,
+        r"do +input \[0\] of shape \(12,\), input \[1\] of shape \(12,\) has no dimension for the batch(?s:.*)tensor\[None\]",
+        lambda: ANY.explain(Causal(), IDS[0], IDS[0]),
+    ),
+    "a row without a batch, verified": (
+        NotComparable,
+        "has no dimension for the batch",
+        lambda: ANY.verify(Causal(), IDS[0], IDS[0]),
+    ),
+    "no inputs": (PlanError, "a dictionary of tensors", lambda: ANY.plan(Own(), inputs=lambda b, t: {})),
     "a report nowhere": (streamfx.ReportError, "give the path of a file", lambda: step().to_html(3)),
     "a report too far": (streamfx.ReportError, "give another path", lambda: step().to_html("x" * 300)),
     "a report of no name": (streamfx.ReportError, "give another path", lambda: step().to_html("a\0b")),
@@ -103,6 +145,7 @@ def test_wrong_calls(error: type[Exception], said: str, call: Callable[[], Any])
     with pytest.raises(error, match=said) as caught:
         call()
     assert isinstance(caught.value, streamfx.StreamFXError)
+    assert "takes self" not in str(caught.value)
     assert streamfx.options.resolved() == before
 
 

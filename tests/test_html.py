@@ -66,7 +66,7 @@ def test_an_explanation(explanation: streamfx.Explanation, tmp_path: Path) -> No
     read, summary = checked(written.read_text()), explanation.summary()
     assert written == tmp_path / "report.html"
     for part in (
-        "times less memory than gradient checkpointing",
+        "times less memory for activations and gradients than gradient checkpointing",
         f"streamfx: {in_bytes(summary['peak_bytes'])}",
         f"{in_bytes(summary['checkpointing_peak_bytes'])} at the peak",
         "every stage streams",
@@ -89,6 +89,43 @@ def test_a_plan(report: streamfx.PlanReport, tmp_path: Path) -> None:
     assert in_bytes(summary["peak_bytes"]) in read.text
     for part in ("4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager"):
         assert part in read.text, part
+
+
+def test_a_page_says_what_the_text_says(explanation: streamfx.Explanation, report: streamfx.PlanReport) -> None:
+    """Which memory it is, and why nothing is compared with checkpointing."""
+    assert explanation.page.verdict.lower() == f"{str(explanation).splitlines()[0].removeprefix('streamfx: ')}.".lower()
+    assert "less memory for activations and gradients than" in checked(html_of(explanation.page)).text
+    assert report.page.verdict.lower() == f"{report.verdict}.".lower()
+    assert not any("Not compared" in head for head, _ in (*explanation.page.notes, *report.page.notes))
+    without = streamfx.explain(TokenNorm(), rows(64), options={"chunk_size": 8})
+    assert "not compared with gradient checkpointing: no list of layers was found" in str(without)
+    read = checked(html_of(without.page)).text
+    assert "Not compared with gradient checkpointing" in read and "No list of layers was found in the model." in read
+
+
+def test_a_plan_without_layers_says_why_nothing_is_compared_with_checkpoints() -> None:
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        return {"x": torch.empty(batch, length, 8, device="meta")}
+
+    found = streamfx.plan(Wide(8, 8, device="meta"), seq=256, inputs=inputs)
+    assert "not compared with gradient checkpointing: no list of layers was found in the model" in str(found)
+    assert ("Not compared with gradient checkpointing", "No list of layers was found in the model.") in found.page.notes
+    assert streamfx.plan(Wide(8, 8, device="meta"), seq=256, inputs=inputs, baselines=False).page.notes == ()
+
+
+def test_a_page_of_the_longest_length_compares_it_with_other_ways() -> None:
+    config = pytest.importorskip("transformers").LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=300
+    )
+    found = streamfx.plan(config, seq=256, max_length=True, memory="12MiB", chunk_size=64, loss_chunk_size=64)
+    assert found.lengths and found.page.verdict.endswith(f" fit into 12.0 MiB; {found.verdict}.")
+    (table,) = (table for table in found.page.tables if table.title == "Longest sequences that fit")
+    assert [(way, tokens) for way, tokens, _ in table.rows[1:]] == [(way, f"{size:,}") for way, size in found.lengths.items()]
+
+
+class Wide(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
 
 
 def test_what_runs_whole_is_told_with_what_to_write_instead() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import streamfx
 from streamfx.cost.meter import Meter
@@ -24,6 +25,20 @@ pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 TINY = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
 WIDE = {**TINY, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+
+
+class Layered(nn.Module):
+    """A decoder of somebody's own, too wide to gain anything at few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
 
 
 def peaks_of(report: Any) -> tuple[int, int]:
@@ -52,7 +67,7 @@ def test_a_short_step_gains_nothing_and_says_from_where_on_it_does() -> None:
     report = streamfx.plan(WIDE, seq=16)
     found = report.gains_from
     assert found is not None and found > 16
-    assert report.verdict.endswith(f" {CHECKPOINTING} at this length; from {found:,} tokens on")
+    assert report.verdict.endswith(f" {CHECKPOINTING} at this length; from about {found:,} tokens on")
     with supposed(device_called("H100").kind):
         model = built(WIDE)
         there, half = (
@@ -61,6 +76,42 @@ def test_a_short_step_gains_nothing_and_says_from_where_on_it_does() -> None:
         )
     assert there[1] >= GAIN * there[0]
     assert half[1] < GAIN * half[0]
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 64])
+def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_asked_for(multiple: int) -> None:
+    """It is named of the same lengths for all; what was asked for is only where the looking begins."""
+    for bend in (20, 300, 5000, 17_000, 100_000):
+
+        def peaks(length: int, bend: int = bend) -> tuple[int, int]:
+            return 1000, 1100 if length >= bend else 1099
+
+        asked = {3, 17, 64, 250, 1024, 4500, 15_000, 16_000, 65_536, bend - 1}
+        found = {gains_from(peaks, peaks, length, multiple) for length in asked if length < bend}
+        (named,) = found
+        assert named is not None and bend <= named < 1.26 * (bend + multiple)
+
+
+def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        return {"x": torch.empty(batch, length, 8, device="meta")}
+
+    small = {"chunk_size": 16, "loss_chunk_size": 16, "save": "inputs"}
+    reports = [streamfx.plan(Layered(), seq=length, inputs=inputs, options=small) for length in (2, 15, 17, 30)]
+    (found,) = {report.gains_from for report in reports}
+    assert found is not None and f"from about {found:,} tokens on" in reports[0].verdict
+
+
+def test_a_length_that_cannot_be_followed_is_no_gain() -> None:
+    """Inputs of one's own may know no longer ones."""
+
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        if length > 40:
+            raise ValueError("no more than 40")
+        return {"x": torch.empty(batch, length, 8, device="meta")}
+
+    report = streamfx.plan(Layered(), seq=16, inputs=inputs)
+    assert report.gains_from is None and "at this length" in report.verdict
 
 
 def test_nothing_is_said_of_lengths_where_none_gains() -> None:

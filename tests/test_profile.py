@@ -190,6 +190,33 @@ def test_what_is_compiled_inside_is_not_taken_for_the_step() -> None:
     assert len(profile.measured.loops) == 4
 
 
+def test_a_first_step_says_how_long_it_compiled(step: Callable[[], None]) -> None:
+    """And the next one compiles nothing."""
+    torch._dynamo.reset()
+    ids = tokens(2, 64)
+    compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
+    with streamfx.profile() as first:
+        compiled(ids, ids).backward()
+    seconds = first.summary()["compiled_seconds"]
+    in_loops = sum(loop.seconds for loop in first.measured.loops)
+    assert in_loops < seconds < first.measured.seconds
+    assert "compiled " in str(first).splitlines()[1] and "measure the next one" in str(first)
+    (row,) = (line for line in str(first).splitlines() if line.startswith("  compiling"))
+    assert row.split()[-1] == "%"
+    with streamfx.profile() as second:
+        compiled(ids, ids).backward()
+    assert second.summary()["compiled_seconds"] == 0 and "compil" not in str(second)
+
+
+def test_what_compiles_is_told_whatever_is_forgotten_meanwhile() -> None:
+    ids = tokens(2, 64)
+    with streamfx.profile() as profile:
+        compiled = torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})
+        compiled(ids, ids).backward()
+        torch._dynamo.reset()
+    assert profile.summary()["compiled_seconds"] > 0
+
+
 def test_one_at_a_time() -> None:
     refused: list[str] = []
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import streamfx
 from streamfx.lazy import steps
 from tests.support import decoders
 from tests.support.small import Padded
@@ -284,3 +285,51 @@ def test_a_step_inside_of_a_backward_half() -> None:
     assert_same(torch.autograd.grad(loss, (x, model.w)), truth[0], "the outer one")
     assert_same(inner, [truth[1]], "the inner one")
     assert_same(torch.autograd.grad(pending, (x, model.w)), truth[1], "one that waited")
+
+
+# -- what is counted
+
+
+def test_a_call_streams_while_another_thread_compiles() -> None:
+    """What says that something is compiled is one flag for the process: a call was taken for one that is traced."""
+    model, inputs = decoders.made(decoders.Plain), batch(length=37)
+    began, go_on = threading.Event(), threading.Event()
+
+    def waiting(module: Any, given: Any) -> Any:
+        began.set()
+        go_on.wait(60)
+        return module.forward
+
+    with streamfx.enable(model, options=CHUNKS) as done:
+        truth = stepped(model, model, inputs)
+        other = threading.Thread(target=lambda: torch.compile(torch.sin, backend=waiting)(torch.ones(3)))
+        other.start()
+        assert began.wait(60)
+        try:
+            found = stepped(model, model, inputs)
+        finally:
+            go_on.set()
+            other.join()
+        counts = done.calls["model"].counts
+    assert_same(found, truth)
+    assert (counts.compiled, counts.plain) == (2, 0)
+
+
+def test_first_calls_of_several_threads_stream_each() -> None:
+    model, inputs = decoders.made(decoders.Plain), batch(length=37)
+    truth = stepped(model, model, inputs)
+    with streamfx.enable(model, options=CHUNKS) as done:
+        assert_same(together(lambda number: stepped(model, model, inputs), 2), [truth, truth])
+        counts = done.calls["model"].counts
+    assert (counts.compiled, counts.plain) == (2, 0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_traces_a_call_traces_the_model_as_it_was(strict: bool) -> None:
+    """Export, and a larger function that is compiled: these see the model's own operators."""
+    model, inputs = decoders.made(decoders.Plain), batch(length=37)
+    with streamfx.enable(model, options=CHUNKS) as done:
+        exported = torch.export.export(model, (), inputs, strict=strict)
+        torch.compile(lambda: model(**inputs) * 2, backend="eager")()
+    counts = done.calls["model"].counts
+    assert counts.compiled == 0 and not any("streamfx" in str(node.target) for node in exported.graph.nodes)

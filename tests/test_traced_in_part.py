@@ -1,7 +1,8 @@
-"""A call of which Dynamo gives up a part: what is left is not compared with all of it."""
+"""A call of which Dynamo gives up a part: what is left is not compared with all of it, and the reason is always the same."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,3 +37,44 @@ def test_part_of_a_step_is_not_compared_with_all_of_it() -> None:
     assert any(item["given_up"] for item in found.summary()["break_reasons"])
     assert str(found).startswith("streamfx: not compared with other ways: part of the step is not traced")
     assert found.page.gains is None and found.page.verdict.startswith("Not compared")
+
+
+class BrokenInLoop(nn.Module):
+    """Dynamo gives `forward` up, and finds the block by itself, where it is not `whole`: nothing at all."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.block, self.head, self.whole = Block(), nn.Linear(8, 400), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.head.bias.sum() if self.whole else self.block(x)
+            torch._dynamo.graph_break()
+        return self.head(x).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("how", ["explained", "compiled", "enabled", "compiled too often"])
+def test_why_a_trace_breaks_does_not_depend_on_earlier_calls(whole: bool, how: str) -> None:
+    """Dynamo leaves a function alone that it gave up once, and says nothing of it from then on."""
+    model, x = BrokenInLoop(whole), torch.randn(2, 64, 8)
+    torch._dynamo.reset()
+    told = why(model, x)
+    assert "Call to `torch._dynamo.graph_break()`" in told
+    if how == "enabled":
+        with streamfx.enable(model, chunk_size=16):
+            model(x).backward()
+            assert why(model, x) == told
+    elif how != "explained":
+        compiled = torch.compile(model, backend="streambp", options={"chunk_size": 16}, dynamic=False)
+        for rows in (64, 32, 16) if how == "compiled too often" else (64,):
+            with torch._dynamo.config.patch(recompile_limit=1):
+                compiled(x[:, :rows]).backward()
+    assert why(model, x) == told
+
+
+def why(model: nn.Module, x: Tensor) -> str:
+    try:
+        return str(streamfx.explain(model, x, chunk_size=16).call.breaks)
+    except streamfx.NotTraced as error:
+        return str(error)

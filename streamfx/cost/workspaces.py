@@ -29,7 +29,7 @@ def allocated(size: int, device: torch.device) -> int:
 
 
 def workspace_of(target: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operator takes beside its operands and results; on a CPU they are not known, and small."""
+    """Bytes that an operator takes beside its operands and results; on a CPU they depend on its threads, and are left out."""
     formula = WORKSPACES.get(target) if isinstance(target, OpOverload) else None
     if formula is None:
         return 0

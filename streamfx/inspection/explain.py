@@ -21,7 +21,7 @@ from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.errors import NotTraced, ReportError
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
-from streamfx.inspection.emptiness import DO, empty_among
+from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
 from streamfx.inspection.tracing import TracedCall, TracedGraph, original, traced
@@ -61,7 +61,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         What was found: it prints as a report that begins with whether the backend pays, and `summary()` is a dictionary.
 
     Raises:
-        NotTraced: nothing of the call arrived at the backend, or it computes nothing, as of an empty batch.
+        NotTraced: nothing of the call arrived at the backend, it computes nothing, as of an empty batch, or it is of arrays.
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 
@@ -74,6 +74,8 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     """
     model = original(model)
     given, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
+    arrays = arrays_among((args, kwargs))
+    refuse_unless(not arrays, NotTraced, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
     found = Explanation(traced(model, args, kwargs, given))
     if (empty := empty_among((args, kwargs))) and not flops_of_calls(found.costs):
         raise NotTraced("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)

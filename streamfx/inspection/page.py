@@ -6,7 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, place_of_peak, run_whole, ways_table, wire_table_of
+from streamfx.report.page import (
+    NOT_CHECKPOINTED,
+    Figure,
+    Page,
+    Table,
+    grouped,
+    peak_beside,
+    place_of_peak,
+    run_whole,
+    sentence,
+    ways_table,
+    wire_table_of,
+)
 from streamfx.report.text import headline, in_flops, is_traced_in_part, verdict_of
 from streamfx.report.timeline import Timeline
 from streamfx.report.verdict import Taken, gains
@@ -21,7 +33,7 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
     return Page(
         title=title,
         subtitle=headline(summary),
-        verdict=sentence(verdict_of(summary, "memory")),
+        verdict=sentence(verdict_of(summary)),
         gains=gains(ours, others) if others and not is_traced_in_part(summary) else None,
         figures=tuple(_figures(summary, ours, others, place_of_peak(timeline.ours, stages))),
         timeline=timeline,
@@ -32,11 +44,6 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
         options=summary["options"],
         notes=tuple(_notes(summary)),
     )
-
-
-def sentence(text: str) -> str:
-    """A verdict as a sentence of its own."""
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], at_peak: str) -> Iterator[Figure]:
@@ -58,6 +65,8 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if summary["not_checkpointed"]:
+        yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     for item in summary["break_reasons"]:
         given_up = (
             "The rest of this function is not traced: it runs in eager, and is not in this report." if item["given_up"] else ""

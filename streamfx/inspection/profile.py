@@ -22,6 +22,7 @@ from streamfx.report.perfetto import trace_of
 from streamfx.report.timeline import Timeline
 from streamfx.runtime.watch import Place, watching
 from streamfx.torch_private.allocations import allocations, is_profiled
+from streamfx.torch_private.dynamo import noted_compilations
 
 _turn = threading.Lock()  # held while something is measured
 
@@ -73,14 +74,14 @@ class Profile:
         _begin()
         try:
             watch = _Watch()
-            with allocations() as seen:
+            with noted_compilations() as compiled, allocations() as seen:
                 watching.by, begin = watch, watch.now()
                 try:
                     yield
                 finally:
                     watching.by, end = None, watch.now()
             unseen = TAKEN if not seen.is_complete else ELSEWHERE if watch.is_elsewhere else ""
-            self._graphs, self._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen)
+            self._graphs, self._found = watch.graphs, measured(begin, end, seen.moves, watch.ran, unseen, compiled)
         finally:
             _turn.release()
 
@@ -124,8 +125,8 @@ class Profile:
         """All of it as a dictionary, in values that JSON knows.
 
         Returns:
-            Seconds, the measured and the predicted peak, the device, and the loops. A peak that nobody saw is None, and
-            `unseen` says why.
+            Seconds, those of them in which something was compiled, the measured and the predicted peak, the device, and the
+            loops. A peak that nobody saw is None, and `unseen` says why.
 
         Raises:
             ProfileError: the block is not left yet.
@@ -135,7 +136,7 @@ class Profile:
             >>> with streamfx.profile() as profile:
             ...     x = torch.randn(64, 64).square()
             >>> sorted(profile.summary())
-            ['device', 'loops', 'peak_bytes', 'predicted_peak_bytes', 'seconds', 'unseen']
+            ['compiled_seconds', 'device', 'loops', 'peak_bytes', 'predicted_peak_bytes', 'seconds', 'unseen']
         """
         return as_plain(self.measured, self.predicted_peak_bytes)
 
@@ -170,10 +171,10 @@ class Profile:
 def profile() -> Profile:
     """Measure what a training step of a compiled model takes: bytes alive over time, and the seconds of each loop over chunks.
 
-    A context manager around one step, better not the first, which compiles. It counts the bytes that allocators give and take
-    (torch's profiler tells), those of the accelerator where there are any, else those of the host for tensors that are made in
-    the block, by the thread that entered it and by autograd's. On CUDA it waits for the device around each loop, so that a step
-    takes a little longer than by itself.
+    A context manager around one step, better not the first, which compiles: these seconds are told apart. It counts the bytes
+    that allocators give and take (torch's profiler tells), those of the accelerator where there are any, else those of the host
+    for tensors that are made in the block, by the thread that entered it and by autograd's. On CUDA it waits for the device
+    around each loop, so that a step takes a little longer than by itself.
 
     Returns:
         A `Profile`, which is complete behind the block: it prints as a table, `to_perfetto(path)` writes it as a trace, and

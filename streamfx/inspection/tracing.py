@@ -21,6 +21,7 @@ from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
+from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.inspection.segments import Unlike
 from streamfx.inspection.untouched import Faker, modules_of, untouched
@@ -39,9 +40,12 @@ from streamfx.torch_private import (
 )
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
+    SWITCH_ON,
+    SWITCHED_OFF,
     cause_of,
     cause_of_break,
     compiled_apart,
+    is_switched_off,
     noted_graph_breaks,
     quiet_tracer,
     raised_as_itself,
@@ -203,8 +207,10 @@ def _trace(
                 raise cause from None
             call.stopped = told(cause)
             if not call.graphs:
-                raise _not_traced(call.stopped) from error
+                raise _not_traced(call.stopped, advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
+    if not call.graphs and is_switched_off():
+        raise _not_traced(SWITCHED_OFF, SWITCH_ON)
     if not call.graphs:
         found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
         raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
@@ -215,7 +221,7 @@ def _not_traced(found: str, do: str = "") -> NotTraced:
     return NotTraced(
         "streamfx.explain asks for a call that torch.compile can trace",
         found=found,
-        do=do or "check that model(*args, **kwargs) runs with these arguments, and that torch.compile is not disabled",
+        do=do or "check that model(*args, **kwargs) runs with these arguments",
     )
 
 

@@ -15,14 +15,14 @@ from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.cost.nested import tensors_returned
 from streamfx.errors import NotComparable, StreamFXError, told
-from streamfx.inspection.emptiness import DO, empty_among
+from streamfx.inspection.given import DO, advice_on, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.parts import InParts, what_was_not_cut
 from streamfx.inspection.tracing import original
 from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
 from streamfx.options import resolved
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
-from streamfx.torch_private.dynamo import compiled_apart, is_switched_off, raised_as_itself
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -79,7 +79,7 @@ def verify(
         with untouched(model):
             return run_of(lambda: function(*args, **kwargs), loss or default_loss, list(sources.values()))
 
-    with failing_in_eager():
+    with failing_in_eager((args, kwargs)):
         eager = run(model)
     _check_not_random(eager)
     with compiled_apart(backend) as keywords:
@@ -103,15 +103,13 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
     if not compilations:
         raise NotComparable(
             "streamfx.verify asks for a call that torch.compile can trace",
-            found="torch.compile is switched off"
-            if is_switched_off()
-            else "no graph of it arrives at the backend: it runs in eager",
-            do="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE" if is_switched_off() else "streamfx.explain tells why",
+            found=SWITCHED_OFF if is_switched_off() else "no graph of it arrives at the backend: it runs in eager",
+            do=SWITCH_ON if is_switched_off() else "streamfx.explain tells why",
         )
 
 
 @contextmanager
-def failing_in_eager() -> Iterator[None]:
+def failing_in_eager(inputs: Any) -> Iterator[None]:
     """Says so if the call fails without the backend."""
     try:
         yield
@@ -121,7 +119,8 @@ def failing_in_eager() -> Iterator[None]:
         raise NotComparable(
             ASKED,
             found=f"in eager, without the backend, it raises {told(error)}",
-            do="check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
+            do=advice_on(inputs)
+            or "check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
         ) from error
 
 

@@ -59,7 +59,7 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
         >>> print(streamfx.enable(model, chunk_size=16))
         streamfx: on; options {'chunk_size': 16}
-          model (Sequential): the whole model, with its loss; 0 calls through streambp, 0 as they were
+          model (Sequential): what its forward computes, and the loss where it is in it; 0 calls through streambp, 0 as they were
         >>> streamfx.disable(model)
     """
     from_environment()  # a bad one would be said at the first call of the model

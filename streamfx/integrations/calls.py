@@ -20,7 +20,7 @@ from streamfx.integrations import packing
 from streamfx.integrations.engines import DATA_PARALLEL, is_held
 from streamfx.report.first_step import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
-from streamfx.torch_private.dynamo import cause_of, isolated
+from streamfx.torch_private.dynamo import cause_of, gives_back, is_switched_off, is_traced_here, isolated
 
 CACHES = ("past_key_values", "cache_params")
 HOOK = "make_inputs_require_grads"  # set for checkpointing alone: gradients of parameters are the same without it
@@ -44,6 +44,7 @@ class Calls:
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
     ) -> None:
         self.module, self.counts = module, CallCounts()
+        self._is_off = gives_back()
         self._look_again, self._has_looked = look_again, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
         self.asks = packing.asks(self.module)
@@ -66,10 +67,16 @@ class Calls:
     def is_installed(self) -> bool:
         return self.module._compiled_call_impl is self
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is compiled, whoever asks for it."""
+        return self._is_off or is_switched_off()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and self._is_wrapped_since():
+        is_traced = is_traced_here()
+        if not is_traced and self._is_wrapped_since():
             return self.module(*args, **kwargs)
-        if torch.compiler.is_compiling() or generates(kwargs):
+        if is_traced or generates(kwargs) or self.is_off:
             self.counts.plain += 1
             return self.module._call_impl(*args, **kwargs)
         self.counts.compiled += 1

@@ -10,7 +10,9 @@ from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
+from streamfx.log import log
 from streamfx.report.first_step import Compiled
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
 ORIGIN = "streamfx.enable(...)"
 SHOWN = 3  # graphs of which a line says what became
@@ -40,6 +42,8 @@ class Enabled:
         self.options, self.dynamic, self._given = dict(options), dynamic, given
         self.compiled: list[Compiled] = []  # graphs of training steps, in the order in which they were met
         self._install(found_in(given))
+        if self._is_off:
+            log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
 
     def _install(self, found: Found) -> None:
         for target in found.targets:
@@ -95,6 +99,10 @@ class Enabled:
         self.disable()
 
     @property
+    def _is_off(self) -> bool:
+        return any(calls.is_off for calls in self.calls.values())
+
+    @property
     def is_enabled(self) -> bool:
         """Whether any of the modules runs through the backend now."""
         return any(calls.is_installed for calls in self.calls.values())
@@ -103,6 +111,7 @@ class Enabled:
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
         engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
         lines += [f"  {engine}" for engine in engines]
+        lines += [f"  nothing is compiled: {SWITCHED_OFF}"] if self._is_off else []
         alike: dict[tuple[str, str], list[Target]] = {}
         for target in self.targets:
             alike.setdefault((type(target.module).__name__, target.why), []).append(target)

@@ -120,7 +120,7 @@ def _by_positions(positions: Any) -> Found:
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
     is_packed, found = _before[0][IS_PACKED](position_ids, batch_size), _call.found
-    if not isinstance(is_packed, Tensor) or not torch.compiler.is_compiling() or found is None or found is True:
+    if not isinstance(is_packed, Tensor) or not torch.compiler.is_dynamo_compiling() or found is None or found is True:
         return is_packed
     if found is False:
         assert_true(~is_packed, OTHERWISE)
@@ -129,7 +129,7 @@ def _is_packed(position_ids: Any, batch_size: Any) -> Any:
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
     ends = _call.found
-    if not isinstance(ends, Tensor) or not torch.compiler.is_compiling():
+    if not isinstance(ends, Tensor) or not torch.compiler.is_dynamo_compiling():
         return _before[0][PREPARE](query, key, value, position_ids)
     rows = torch.arange(position_ids.numel(), device=ends.device)
     begins = torch.bucketize(rows, ends, right=True) != torch.bucketize(rows, ends)
@@ -140,7 +140,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -
 
 
 def _cast(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
-    if not (_call.is_told and torch.compiler.is_compiling()):
+    if not (_call.is_told and torch.compiler.is_dynamo_compiling()):
         return _before[0][CAST](query, key, value, target_dtype)
     is_wide = target_dtype is not None and query.dtype == torch.float32
     return tuple(item.to(target_dtype) if is_wide else item for item in (query, key, value))

@@ -23,7 +23,7 @@ from streamfx.integrations.calls import CallCounts, Calls, generates, keeps_cach
 from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.torch_private import is_sharded
-from streamfx.torch_private.dynamo import isolated
+from streamfx.torch_private.dynamo import is_switched_off, isolated
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
 USE_CACHE = "use_cache"
@@ -127,6 +127,11 @@ class Part:
         slot = self.module.__dict__.get("forward" if self.within_hooks else "_compiled_call_impl")
         return slot is self._installed
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is compiled, whoever asks for it."""
+        return is_switched_off()
+
     def gave_deferred(self, may: bool) -> bool:
         """Whether its last outputs were deferred; `may`: what is said before the first ones."""
         return may and not self._frees_weights() if self._gave_deferred is None else self._gave_deferred
@@ -152,6 +157,9 @@ class Part:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if generates(kwargs) or self.shared.generating:
             return self._generate(args, kwargs)
+        if self.is_off:
+            self.counts.plain += 1
+            return self._before(*args, **kwargs)
         if self.is_rest:
             kwargs = self._with_no_cache(args, kwargs)
         if self.is_rest and self.shared.hands_on_deferred():

@@ -25,6 +25,8 @@ from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 ASKED = "streamfx.{name} takes a module, or a trainer that has one"
 NO_FORWARD = "give the module that calls its parts, or write a forward"
 BESIDE = ("ref_model", "teacher_model")  # frozen models that trainers hold beside the one that is trained
+WHOLE = "what its forward computes, and the loss where it is in it"
+OF_TRAINER = "the whole model, and the loss where its forward computes it"
 OWN_HEAD = "fused_lm_head"
 
 
@@ -48,7 +50,7 @@ def found_in(given: Any) -> Found:
         inner, around = _unwrapped(model)
         check_engine(inner)
         engines |= dict.fromkeys(filter(None, (*around, engine_of(inner))))
-        target = _target(name, inner)
+        target = _target(name, inner, is_given_alone=isinstance(given, nn.Module))
         parts = [target]
         if is_held(inner, with_parts=True):
             owner = inner if is_held(inner) and target.module is not inner else None
@@ -118,12 +120,13 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     return inner, [wrapper[1], *around]
 
 
-def _target(name: str, model: nn.Module) -> Target:
+def _target(name: str, model: nn.Module, is_given_alone: bool) -> Target:
+    """What of a model is compiled; of one that was `given_alone` nobody knows whether it is a whole model."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
     if forward is None:
-        return Target(name, model, "the whole model, with its loss")
+        return Target(name, model, WHOLE if is_given_alone else OF_TRAINER)
     backbone = getattr(base, "base_model", None)
     if not isinstance(backbone, nn.Module) or backbone is base:
         raise IntegrationError(

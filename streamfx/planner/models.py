@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from streamfx.arguments import did_you_mean
 from streamfx.errors import PlanError, told
+from streamfx.planner.misspelt import misspelt_in
 from streamfx.planner.names import config_file
 from streamfx.planner.quantized import quantized
 from streamfx.torch_private import FakeTensor
@@ -51,10 +52,14 @@ def _of_mapping(values: dict[str, Any], origin: str) -> Any:
         hint = did_you_mean(model_type, known, cutoff=0.7)
         raise PlanError(asked, found=repr(model_type), do=f"{hint}give the config.json of a Hugging Face model")
     try:
-        return AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**values)
     except Exception as error:
         asked = f"{origin} is no configuration that the installed transformers ({transformers.__version__}) can read"
         raise PlanError(asked, found=told(error), do="check its model_type and its sizes") from None
+    for key, meant in misspelt_in(values, config):
+        asked = f"{origin} has a key that a configuration of type {model_type!r} does not know"
+        raise PlanError(asked, found=repr(key), do=f"did you mean {meant!r}? Left out, it would be what it is by default")
+    return config
 
 
 def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:

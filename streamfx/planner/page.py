@@ -6,11 +6,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.inspection.page import sentence
-from streamfx.report.page import Figure, Page, Table, grouped, peak_beside, place_of_peak, run_whole, ways_table, wire_table_of
+from streamfx.report.page import (
+    NOT_CHECKPOINTED,
+    Figure,
+    Page,
+    Table,
+    grouped,
+    peak_beside,
+    place_of_peak,
+    run_whole,
+    sentence,
+    ways_table,
+    wire_table_of,
+)
 from streamfx.report.text import in_flops, in_seconds
 from streamfx.report.timeline import Timeline
-from streamfx.report.verdict import Taken, gains
+from streamfx.report.verdict import Taken, gains, ratio, times
 
 
 def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
@@ -29,14 +40,22 @@ def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, d
         small=run_whole(summary["stages"], matters=False),
         tables=tuple(_tables(summary, timeline)),
         options=summary["options"],
-        notes=(("The call could not be followed to its end", summary["stopped"]),) if summary["stopped"] else (),
+        notes=tuple(_notes(summary)),
     )
+
+
+def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if summary["not_checkpointed"]:
+        yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
+    if summary["stopped"]:
+        yield "The call could not be followed to its end", summary["stopped"]
 
 
 def _found(summary: Mapping[str, Any]) -> str:
     """What a search has found, where one was asked for."""
     if summary["max_length"] is not None:
-        return f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
+        fits = f"{summary['max_length']:,} tokens fit into {in_bytes(summary['memory'])}"
+        return f"{fits}; {summary['verdict']}" if summary["lengths"] else fits
     if summary["max_batch"] is not None:
         return f"a batch of {summary['max_batch']:,} fits into {in_bytes(summary['memory'])}"
     return ""
@@ -54,15 +73,20 @@ def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], count
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
     if timeline.others:
         yield ways_table(timeline)
+    if summary["lengths"]:
+        rows = [("streambp", f"{summary['max_length']:,}", "")]
+        for way, length in summary["lengths"].items():
+            rows.append((way, f"{length:,}", times(ratio(summary["max_length"], length)) if length else "fits at no length"))
+        yield Table("Longest sequences that fit", ("", "tokens", "ours is as long"), tuple(rows))
     if summary["wire"] is not None:
         yield wire_table_of(summary["wire"])
     if summary["host"] is not None:
         host = summary["host"]
-        rows = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
-        yield Table("What waits on the host for the backward half", ("", "bytes"), rows)
+        rows_ = (("of this device", in_bytes(host["bytes"])), (f"of {host['devices']} devices", in_bytes(host["bytes_of_all"])))
+        yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
     if summary["choices"]:
-        rows_ = tuple(_choice(item) for item in summary["choices"])
-        yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), rows_, "The first that fits the budget is taken.")
+        tried = tuple(_choice(item) for item in summary["choices"])
+        yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget is taken.")
 
 
 def _choice(item: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -18,6 +18,7 @@ from streamfx.options import NAMES, Options, merged
 from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing
+from streamfx.planner.inputs import Inputs, check_inputs
 from streamfx.planner.models import TYPES, built
 from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.planner.objectives import objective_called
@@ -26,7 +27,7 @@ from streamfx.planner.predict import Prediction
 from streamfx.planner.report import PlanReport
 from streamfx.planner.search import Limits
 from streamfx.planner.shards import ZERO1, Sharding, checked_sharding
-from streamfx.planner.step import Inputs, SoughtBy, Step
+from streamfx.planner.step import SoughtBy, Step
 from streamfx.planner.tensors import check_plan
 
 CHOICES = {
@@ -106,7 +107,7 @@ def plan(
     Args:
         model: a Hugging Face configuration (an object, a mapping, a folder, a JSON file, `org/name` of the local cache, a name
             that is shipped), or a model on the meta device from which loss or logits come.
-        inputs: a function of (batch, length) that gives the arguments of a model of your own.
+        inputs: a function of (batch, length) that gives the arguments of a model of your own, tensors of these sizes by name.
         seq, batch, max_length, max_batch: tokens and sequences on each device; whether the most that fit are looked for.
         memory, host_memory: of a device ("80G"), and of a host of up to 8 devices for inputs of stages that wait there.
         dtype, lora_rank, quantize: type of parameters; rank of adapters; "nf4", "int8" or "fp8" for layers' weights, then frozen.
@@ -154,6 +155,8 @@ def _planned(asked: Asked) -> PlanReport:
         made = wanted.step(built(asked.model, asked.dtype, asked.lora_rank, asked.quantize))
     name = Path(asked.model).name if isinstance(asked.model, str) else type(made).__name__
     _check_takes_ids(asked.model, asked)
+    if asked.inputs is not None:
+        check_inputs(asked.inputs, asked.batch, asked.seq, asked.max_batch)
     _check_made(made, asked.tensor, asked.context)
     state = state_bytes(made, asked.optimizer, ranks)
     kind = device_called(asked.device)

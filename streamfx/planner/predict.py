@@ -44,9 +44,9 @@ class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
 
     `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which the forward half of each layer runs
-    twice from its first operator to its last; None where there are no layers. `options` are those in force, `sequence` the rows
-    of each graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first,
-    and FLOPs.
+    twice from its first operator to its last; None where there are no layers. `not_checkpointed` says why checkpointing is not
+    among the ways. `options` are those in force, `sequence` the rows of each graph, `flows` what its loops hand to each other;
+    `curves` are the bytes alive along the step by each way, ours first, and FLOPs.
     """
 
     length: int
@@ -65,6 +65,7 @@ class Prediction:
     ways: dict[str, Way]
     layers_twice: tuple[int, int] | None
     stopped: str | None
+    not_checkpointed: str | None = None
     wire: dict[str, Any] | None = None
     stretches: tuple[Stretch, ...] = ()
     host_bytes: int = 0
@@ -121,6 +122,7 @@ def predict(
         ways={name: _way(cost, held) for name, cost in ways.items()},
         layers_twice=_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],
+        not_checkpointed=summary["not_checkpointed"],
         wire=summary["wire"],
         stretches=tuple(part for one, cost in zip(called, costs, strict=True) for part in stretches_of(one, cost)),
         host_bytes=sum(map(bytes_on_host, called)),

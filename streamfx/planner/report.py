@@ -141,6 +141,7 @@ class PlanReport(Exports):
             "sequence": list(found.sequence),
             "options": dict(found.options),
             "stopped": found.stopped,
+            "not_checkpointed": found.not_checkpointed,
         }
 
     @cached_property
@@ -249,6 +250,8 @@ class PlanReport(Exports):
         yield from self._waiting(summary["host"])
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
+        if found.not_checkpointed:
+            yield f"  not compared with gradient checkpointing: {found.not_checkpointed}"
         yield from self._shares(summary["flops_by_kind"])
         yield f"  time     {self._assumed}"
         yield from self._sent(summary["wire"])

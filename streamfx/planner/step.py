@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from streamfx.arguments import refuse_unless
 from streamfx.budget import in_bytes
 from streamfx.collector import uncollected
 from streamfx.cost.repeated import Repeat
-from streamfx.errors import OverBudget, PlanError, told
+from streamfx.errors import OverBudget, StreamFXError, told
 from streamfx.inspection.eager import alike_layers
 from streamfx.inspection.layers import first_layers, layers_of
+from streamfx.log import log
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
 from streamfx.planner.gain import gains_from
+from streamfx.planner.inputs import Inputs, given_by
 from streamfx.planner.models import loss_of
 from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, held_by, predict
@@ -31,7 +32,6 @@ from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why
 from streamfx.runtime.device_kinds import supposed
 
 LENGTHS = 256  # what the longest length of a rank is a multiple of
-Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 
 class SoughtBy(NamedTuple):
@@ -60,12 +60,15 @@ class Step:
     ranks: Sharding
     updates: bool = False
 
-    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False) -> Prediction:
+    def at(self, batch: int, length: int, given: Mapping[str, Any], baselines: bool = False, chunked: bool = True) -> Prediction:
+        """`chunked` says whether checkpointing with the loss in chunks, which takes long to follow, is among the baselines."""
         inputs = self._inputs(batch, length)
         with supposed(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual else None
+            in_chunks = ways_of(model).get(IN_CHUNKS) if self._is_usual and chunked else None
             beside = {} if in_chunks is None else {CHUNKED: in_chunks}
             found = predict(model, inputs, length, {**self.ranks.options, **given}, baselines, self.state, self.updates, beside)
+        if self.inputs is not None:  # whose first tensor need not have a dimension for the batch
+            found = replace(found, batch=batch)
         if self.noted is not None:
             self.noted(found)
         return found
@@ -80,7 +83,7 @@ class Step:
         if self.ranks.context > 1:
             return part_of_a_sequence(batch, length // self.ranks.context)
         if self.inputs is not None:
-            return _given(self.inputs, batch, length)
+            return given_by(self.inputs, batch, length)
         return self.objective.inputs(self.objective.sequences * batch, length)
 
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
@@ -89,7 +92,7 @@ class Step:
         report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
         if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
             return report
-        if _peaks(found)[1] >= GAIN * found.peak_bytes:
+        if found.ways[CHECKPOINTING].peak_bytes >= GAIN * found.peak_bytes:
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, given))
 
@@ -98,15 +101,21 @@ class Step:
         layers = len(layers_of(self.model))
 
         def traced(length: int) -> tuple[int, int] | None:
-            return _peaks(self.at(batch, length, given, baselines=True))
+            try:
+                return _peaks(self.at(batch, length, given, baselines=True, chunked=False))
+            except StreamFXError as error:  # there may be no such length: inputs of one's own, positions that end
+                log.info("whether %d tokens gain is not known: %s", length, told(error))
+                return None
 
-        def of_first(count: int, length: int) -> tuple[int, int]:
+        def of_first(count: int, length: int) -> tuple[int, int] | None:
             with first_layers(self.model, count):
-                return _peaks(self.at(batch, length, given, baselines=True))
+                return traced(length)
 
-        def guess(length: int) -> tuple[int, int]:
-            pairs = zip(of_first(FEWEST, length), of_first(FEWEST + 1, length), strict=True)
-            ours, other = (of_all(few, more, layers - FEWEST) for few, more in pairs)
+        def guess(length: int) -> tuple[int, int] | None:
+            few, more = of_first(FEWEST, length), of_first(FEWEST + 1, length)
+            if few is None or more is None:
+                return None
+            ours, other = (of_all(*pair, layers - FEWEST) for pair in zip(few, more, strict=True))
             return int(ours), int(other)
 
         return gains_from(guess if layers > 2 * FEWEST else traced, traced, seq, self.ranks.context)
@@ -169,18 +178,7 @@ class Step:
         return FIRST_LENGTH * self.ranks.context * (OFFLOADED if given.get("offload") == "inputs" else 1)
 
 
-def _given(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
-    """What a function of the user's says that a model takes."""
-    asked, do = f"inputs({batch}, {length}) says what the model takes", "let it return a dictionary of tensors by name"
-    try:
-        found = inputs(batch, length)
-    except Exception as error:
-        raise PlanError(asked, found=f"it raises {told(error)}", do=do) from error
-    by_name = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-    refuse_unless(by_name, PlanError, asked, found, do)
-    return found
-
-
-def _peaks(found: Prediction) -> tuple[int, int]:
-    """Ours, and that of checkpointing."""
-    return found.peak_bytes, found.ways[CHECKPOINTING].peak_bytes
+def _peaks(found: Prediction) -> tuple[int, int] | None:
+    """Ours, and that of checkpointing, where it could be followed."""
+    other = found.ways.get(CHECKPOINTING)
+    return None if other is None else (found.peak_bytes, other.peak_bytes)

@@ -21,6 +21,9 @@ NO_LOOPS = (
     'no loop of streamfx ran: nothing in this block was compiled with backend="streambp", or all of it runs as it stands; '
     "streamfx.explain says which"
 )
+COMPILED = (
+    "  compiled {seconds} of it: a first step, or one of a new length; measure the next one, whose times and bytes are its own"
+)
 NOTHING = "nothing was allocated in the thread that entered the block, and torch's profiler sees no other thread but autograd's"
 
 
@@ -46,7 +49,7 @@ class LoopRan:
 @dataclass(frozen=True)
 class Measured:
     """A step: at each of the `moments` so many bytes were `alive`, beyond those that were at its begin. `unseen` says why nobody
-    saw bytes, or not all; then none are told, as what is not measured is not zero.
+    saw bytes, or not all; then none are told, as what is not measured is not zero. In `compiled_seconds` something was compiled.
     """
 
     seconds: float
@@ -55,6 +58,7 @@ class Measured:
     loops: tuple[LoopRan, ...]
     device: str
     unseen: str = ""
+    compiled_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -77,9 +81,11 @@ def measured(
     moves: Sequence[tuple[int, int, str]],
     ran: Sequence[tuple[int, int, str, str, str, int]],
     unseen: str = "",
+    compiled: Sequence[tuple[int, int]] = (),
 ) -> Measured:
     """All moments in nanoseconds; `moves` are those of allocators, `ran` the begin and the end of each loop, its name, its
     stage, its half and its chunks. `unseen` says why moves are missing, if some are; where there are none at all, nobody saw any.
+    Something was `compiled` from one moment to another.
 
     Bytes are those of the accelerator where one took any, else of the host.
 
@@ -100,9 +106,9 @@ def measured(
         LoopRan(name, stage, half, chunks, _seconds(first, begin), _seconds(last, begin), highest(first, last))
         for first, last, name, stage, half, chunks in ran
     ]
-    return Measured(
-        _seconds(end, begin), tuple(_seconds(at, begin) for at in moments), tuple(alive), tuple(loops), device, unseen
-    )
+    seconds, at = _seconds(end, begin), tuple(_seconds(moment, begin) for moment in moments)
+    compiling = sum(_seconds(last, first) for first, last in compiled)
+    return Measured(seconds, at, tuple(alive), tuple(loops), device, unseen, compiling)
 
 
 def _seconds(moment: int, begin: int) -> float:
@@ -122,6 +128,8 @@ def table_of(found: Measured, predicted: int | None) -> Iterator[str]:
         f", {_percent(in_loops, found.seconds)} of it in {counted(len(found.loops), 'loop')} over chunks" if found.loops else ""
     )
     yield f"streamfx: a step of {in_seconds(found.seconds)}{share}"
+    if found.compiled_seconds:
+        yield COMPILED.format(seconds=in_seconds(found.compiled_seconds))
     beside = "" if predicted is None else f"; {in_bytes(predicted)} were predicted for activations and gradients"
     peak = found.peak_bytes
     if peak is None:
@@ -133,8 +141,10 @@ def table_of(found: Measured, predicted: int | None) -> Iterator[str]:
         return
     yield ""
     rows = [HEADER, *(_row(run, found.seconds) for run in _alike(found.loops))]
-    rest = max(found.seconds - in_loops, 0.0)
-    rows.append(("outside of loops", "", "", "", in_seconds(rest), _percent(rest, found.seconds), ""))
+    if found.compiled_seconds:
+        rows.append(("compiling", "", "", "", *_time(found.compiled_seconds, found.seconds), ""))
+    rest = max(found.seconds - in_loops - found.compiled_seconds, 0.0)
+    rows.append(("outside of loops", "", "", "", *_time(rest, found.seconds), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     for row in rows:
         cells = (
@@ -160,6 +170,10 @@ def _row(run: Sequence[LoopRan], whole: float) -> tuple[str, ...]:
     return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, whole), peak
 
 
+def _time(seconds: float, whole: float) -> tuple[str, str]:
+    return in_seconds(seconds), _percent(seconds, whole)
+
+
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
@@ -169,6 +183,7 @@ def as_plain(found: Measured, predicted: int | None) -> dict[str, Any]:
     loops = [{**vars(loop), "seconds": loop.seconds} for loop in found.loops]
     return {
         "seconds": found.seconds,
+        "compiled_seconds": found.compiled_seconds,
         "peak_bytes": found.peak_bytes,
         "predicted_peak_bytes": predicted,
         "unseen": found.unseen or None,

@@ -16,6 +16,7 @@ from streamfx.report.timeline import Course, Timeline
 from streamfx.report.verdict import Taken, ratio, times
 
 Stage = Mapping[str, Any]
+NOT_CHECKPOINTED = "Not compared with gradient checkpointing"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class Page:
         """Options that are not what they are by default."""
         usual = Options().as_dict()
         return frozenset(name for name, value in self.options.items() if usual.get(name) != value)
+
+
+def sentence(text: str) -> str:
+    """A verdict, or a reason, as a sentence of its own."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def peak_beside(other: Taken, ours: Taken) -> Figure:

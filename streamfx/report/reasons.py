@@ -51,6 +51,7 @@ IN_PAIRS = (
     "one leaf depends on another)"
 )
 OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
+SINGLE_ROW = "the inputs are a single row, of which nothing can be cut: give sequences of more rows"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
 
 OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
@@ -144,11 +145,20 @@ def why_no_stages(facts: Facts) -> str:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:
         return facts.stands
+    if _is_single_row(facts):
+        return SINGLE_ROW
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
     unknown = list(dict.fromkeys(_unknown(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:
         return f"{found}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
     return f"{found}; {NO_SEQUENCE}"
+
+
+def _is_single_row(facts: Facts) -> bool:
+    """Whether the tensors that change from call to call have one element each: ids of one token."""
+    primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not primal.meta.get("streamfx_static_address")]
+    shapes = [primal.meta["val"].shape for primal in primals]
+    return any(shapes) and all(isinstance(size, int) and size == 1 for shape in shapes for size in shape)
 
 
 def _unknown(node: fx.Node) -> str:

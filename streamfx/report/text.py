@@ -13,6 +13,7 @@ from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
 NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
+COUNTED = "memory for activations and gradients"
 NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
 IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
@@ -45,7 +46,7 @@ def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
             yield f"{stage['name']}: a small operator runs whole: {reason}"
 
 
-def verdict_of(summary: Mapping[str, Any], counted: str = "memory for activations and gradients") -> str:
+def verdict_of(summary: Mapping[str, Any]) -> str:
     """Whether the backend pays for this call."""
     if is_traced_in_part(summary):
         return NOT_ALL
@@ -56,7 +57,7 @@ def verdict_of(summary: Mapping[str, Any], counted: str = "memory for activation
     why_whole = why_nothing_streams(summary["stages"])
     if not summary["trains"] and why_whole is None and not gains(ours, others):
         return f"{NOT_TRAINED}: {in_bytes(ours.peak_bytes)} at the peak, {in_bytes(others[0].peak_bytes)} in {others[0].way}"
-    return verdict(ours, others, why_whole, counted=counted)
+    return verdict(ours, others, why_whole, counted=COUNTED)
 
 
 def is_traced_in_part(summary: Mapping[str, Any]) -> bool:

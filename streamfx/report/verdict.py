@@ -44,7 +44,7 @@ def verdict(
     >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing, Taken(CHUNKED, 15 << 30)])
     '4.2 times less memory than gradient checkpointing (1.5 times with the loss in chunks), 0.92 of its FLOPs'
     >>> verdict(Taken("streambp", 41 << 30), [checkpointing], gains_from=2100)
-    'no gain over gradient checkpointing at this length; from 2,100 tokens on'
+    'no gain over gradient checkpointing at this length; from about 2,100 tokens on'
     >>> verdict(Taken("streambp", 84 << 30), [checkpointing])
     '2.0 times as much memory as gradient checkpointing at this length'
     >>> verdict(Taken("streambp", 1 << 30), [])
@@ -60,7 +60,7 @@ def verdict(
         return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}"
     more = ratio(ours.peak_bytes, other.peak_bytes)
     found = f"{times(more)} as much {counted} as" if more >= GAIN else "no gain over"
-    later = "" if gains_from is None else f"; from {gains_from:,} tokens on"
+    later = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
     return f"{found} {other.way} at this length{later}"
 
 

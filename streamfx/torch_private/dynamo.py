@@ -7,17 +7,20 @@ import inspect
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import config
+from torch._C import _len_torch_dispatch_stack
+from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
+from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
 from streamfx.torch_private.lines import source_line
@@ -33,9 +36,33 @@ def known_as(names: Iterable[str], where: str) -> None:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
 
 
+SWITCHED_OFF = "torch.compile is switched off"
+SWITCH_ON = (
+    "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, leave torch._dynamo.config.disable and "
+    'torch.compiler.set_stance("force_eager") out'
+)
+
+
 def is_switched_off() -> bool:
     """Whether the environment, or a setting, keeps `torch.compile` from doing anything (2.11, 2.13)."""
-    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1" or bool(config.disable)
+    return gives_back() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
+
+
+def gives_back() -> bool:
+    """Whether `torch.compile` gives back what it is given: that stays so when the environment has changed (2.11, 2.13)."""
+    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+
+
+def is_traced_here() -> bool:
+    """Whether a tracer runs what calls this. `torch.compiler.is_compiling()` is one for the process: it says so while another
+    thread compiles, too (2.11, 2.13).
+    """
+    if torch.compiler.is_dynamo_compiling():  # as Dynamo reads it, and nobody else
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    is_compiled = CompileContext.try_get() is not None or TracingContext.try_get() is not None
+    return is_compiled or _len_torch_dispatch_stack() > 0  # export's, which has no such context
 
 
 def compiling() -> Any:
@@ -186,15 +213,41 @@ def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def noted_compilations() -> Iterator[list[tuple[int, int]]]:
+    """When something was compiled inside of it, in nanoseconds since the epoch, in any thread (2.11, 2.13)."""
+    from torch._dynamo.callback import callback_handler
+
+    found, begun = list[tuple[int, int]](), list[int]()
+
+    def begin(about: Any) -> None:
+        begun.append(time.time_ns())
+
+    def end(about: Any) -> None:
+        if begun:  # else it had begun before
+            found.append((begun.pop(), time.time_ns()))
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield found
+    finally:
+        with suppress(ValueError):  # somebody has called torch._dynamo.reset()
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
+
+
+@contextmanager
 def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Gives keywords for `torch.compile(..., backend=backend)`; what Dynamo keeps of such compilations is dropped at the end.
 
-    That is: compiled code, and what it has learned about sizes that change from call to call (2.11, 2.13).
+    That is: compiled code, and what it has learned about sizes that change from call to call. Functions that were given up by an
+    earlier call are tried again, so that what is found does not depend on it (2.11, 2.13).
     """
     from torch._dynamo import pgo
 
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
+    _try_again()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
@@ -202,6 +255,20 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         learned.clear()
         learned.update(before)
         _drop_compiled_code(backend)
+        _try_again()
+
+
+def _try_again() -> None:
+    """Forget which functions Dynamo was to leave alone from then on: because tracing failed (a graph break in a loop), or had
+    been done too often. Who compiles them next finds out for himself. Compiled code stays.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for reference in list(input_codes.seen):
+        if (code := reference()) is not None:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def _drop_compiled_code(backend: Callable[..., Any]) -> None:

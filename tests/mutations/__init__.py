@@ -19,6 +19,7 @@ from tests.mutations import (
     reports,
     scans,
     states,
+    told,
     trees,
     truncations,
     values,
@@ -61,6 +62,7 @@ KINDS = {
     "stages": "gradients that are handed over while they, or their parameters, are still read",
     "again": "what runs whole and is made again: by what does not give the same, or not alike on all ranks",
     "wire": "what is counted of collectives",
+    "told": "what a person is told that is not so, or is not told",
     "reports": "what is drawn of predictions, and how names stand in it",
 }
 OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
@@ -73,6 +75,7 @@ ROWS: tuple[Mutation, ...] = (
     *chunks.ROWS,
     *OVER_RANKS,
     *reports.ROWS,
+    *told.ROWS,
     *scans.ROWS,
     *truncations.ROWS,
     *trees.ROWS,

@@ -1,0 +1,60 @@
+"""What among the arguments of a call makes little sense of it: tensors without elements, of nothing of which there is anything to
+say; arrays, for which no fake tensors stand in; a single row of tokens, where a batch is expected.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from streamfx.torch_private import keystr, tree_flatten_with_path
+
+DO = "give a batch of at least one sequence, and sequences of at least one row"
+AS_TENSORS = "give tensors: torch.as_tensor(array)"
+NO_BATCH = "{found} has no dimension for the batch: where the model takes batches of sequences, give tensor[None]"
+
+
+def empty_among(inputs: Any) -> str:
+    """The tensors without elements in the arguments of a call, as text; empty if there are none.
+
+    >>> import torch
+    >>> empty_among(((torch.zeros(2, 0),), {"labels": torch.zeros(2)}))
+    'input [0] of shape (2, 0)'
+    """
+    return _among(inputs, lambda value: isinstance(value, Tensor) and not value.numel())
+
+
+def arrays_among(inputs: Any) -> str:
+    """The arrays of numpy in the arguments of a call, as text; empty if there are none.
+
+    >>> import numpy
+    >>> arrays_among(((), {"ids": numpy.zeros((1, 8))}))
+    "input ['ids'] of shape (1, 8)"
+    """
+    numpy: Any = sys.modules.get("numpy")
+    return "" if numpy is None else _among(inputs, lambda value: isinstance(value, numpy.ndarray))
+
+
+def advice_on(inputs: Any) -> str:
+    """What may help where a model cannot be run with these arguments; empty if nothing strikes.
+
+    >>> import torch
+    >>> advice_on(((torch.zeros(8, dtype=torch.long),), {}))
+    'input [0] of shape (8,) has no dimension for the batch: where the model takes batches of sequences, give tensor[None]'
+    """
+    if arrays := arrays_among(inputs):
+        return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
+    single = _among(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _is_of_ids(value))
+    return NO_BATCH.format(found=single) if single else ""
+
+
+def _is_of_ids(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _among(inputs: Any, holds: Callable[[Any], bool]) -> str:
+    found = [(path, value) for path, value in tree_flatten_with_path(inputs)[0] if holds(value)]
+    return ", ".join(f"input {keystr(path[1:])} of shape {tuple(value.shape)}" for path, value in found)

@@ -1,0 +1,74 @@
+"""Where `torch.compile` is switched off nothing is compiled, and that is what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamfx
+from tests.support.small import Causal, tokens
+
+IDS = tokens(2, 32)
+
+
+@contextmanager
+def by_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "TORCHDYNAMO_DISABLE": by_environment,
+    "config.disable": lambda: torch._dynamo.config.patch(disable=True),
+    "force_eager": lambda: torch.compiler.set_stance("force_eager"),
+}
+switches = pytest.mark.parametrize("off", SWITCHES.values(), ids=SWITCHES)
+
+
+@switches
+def test_calls_are_counted_as_what_they_are(
+    off: Callable[[], AbstractContextManager[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Causal()
+    with off():
+        done = streamfx.enable(model, chunk_size=8)
+        assert "nothing is compiled, as torch.compile is switched off: unset TORCHDYNAMO_DISABLE" in caplog.text
+        model(IDS, IDS).backward()
+        assert "nothing is compiled: torch.compile is switched off" in str(done)
+        assert "0 calls through streambp, 1 as they were" in str(done) and not done.compiled
+    model(IDS, IDS).backward()
+    if off is by_environment:  # what torch.compile has given back as it was stays so
+        assert "0 calls through streambp, 2 as they were" in str(done) and "switched off" in str(done)
+    else:
+        assert "1 calls through streambp, 1 as they were" in str(done) and "switched off" not in str(done)
+
+
+@switches
+def test_what_is_switched_off_later_is_counted_too(off: Callable[[], AbstractContextManager[Any]]) -> None:
+    model = Causal()
+    done = streamfx.enable(model, chunk_size=8)
+    model(IDS, IDS).backward()
+    assert "1 calls through streambp, 0 as they were" in str(done) and "switched off" not in str(done)
+    with off():
+        model(IDS, IDS).backward()
+        assert "1 calls through streambp, 1 as they were" in str(done) and "switched off" in str(done)
+
+
+@switches
+def test_explain_and_verify_say_so(off: Callable[[], AbstractContextManager[Any]]) -> None:
+    for look, error in ((streamfx.explain, streamfx.NotTraced), (streamfx.verify, streamfx.NotComparable)):
+        torch._dynamo.reset()
+        with off(), pytest.raises(error, match=r"(?s)torch.compile is switched off.*TORCHDYNAMO_DISABLE.*force_eager"):
+            look(Causal(), IDS, IDS, chunk_size=8)
+
+
+def test_a_part_of_a_model_is_not_called_the_whole() -> None:
+    """A layer, say: whether what was given is a whole model, nobody knows."""
+    told = str(streamfx.enable(nn.Linear(4, 4)))
+    assert "whole model" not in told and "model (Linear): what its forward computes" in told
