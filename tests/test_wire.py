@@ -164,7 +164,7 @@ def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
         wire = wire_of(model, length=4 * CHUNK, chunk=CHUNK)
         torch._dynamo.reset()
         run = compiled(model)
-        step(run, model, truth, 4 * CHUNK, groups)  # compiles
+        run(*data_of(0, 4 * CHUNK)).backward()  # compiles
         found.append((step(run, model, truth, 4 * CHUNK, groups), wire, in_eager(model, truth, groups)))
     return found
 
