@@ -41,7 +41,7 @@ from tests.support.sharded import Decoder
 
 CHUNK, TOLERANCE = 8, 1e-12
 MODELS: dict[str, Callable[..., nn.Module]] = {"body and head": Nested, "a loop in the root": Decoder}
-LONG = 16 * CHUNK
+LONG = 32 * CHUNK
 LARGE = {"width": 16, "vocabulary": 1031}  # logits are by far the largest tensor
 
 
