@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 
-def records_of(call: Callable[[], Any], **options: bool) -> list[Any]:
+def records_of(call: Callable[[], Any], **options: Any) -> list[Any]:
     """The profiler's records, in the order in which they begin."""
     with profile(activities=[ProfilerActivity.CPU], **options) as seen:
         call()
