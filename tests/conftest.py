@@ -91,6 +91,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible, "LEAST_ROWS", 2)
 
 
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of steps that are too short look for no length that gains: `tests/test_plan_verdict.py` sees that they do."""
+    monkeypatch.setattr("streamfx.planner.step.gains_from", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def compiled_once() -> Any:
     """A decoder whose logits are deferred, and its eager twin; compiled once for all tests of a file."""

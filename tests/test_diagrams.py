@@ -121,6 +121,7 @@ def test_counters_do_not_go_back(explanation: streamfx.Explanation, tmp_path: Pa
         assert len(moments) > 10
 
 
+@pytest.mark.usefixtures("no_search")
 def test_plans_have_them_too(tmp_path: Path) -> None:
     with torch.device("meta"):
         model: nn.Module = Small(3)

@@ -47,7 +47,7 @@ def simple_fsdp() -> dict[str, Step]:
     model, truth = twins(layers=LAYERS)
     sharded(model, init_device_mesh("cpu", (2,)))
     run = of_any_length(compiled(model, strict=True))
-    step(run, model, truth, 4 * CHUNK - 3)  # compiles
+    run(*data_of(0, 4 * CHUNK - 3)).backward()  # compiles
     found = {f"{chunks} chunks": step(run, model, truth, chunks * CHUNK - 3) for chunks in (1, 4, 16)}
     return {**found, "eager": in_eager(model, truth)}
 
@@ -61,7 +61,7 @@ def plans_of_ranks(rank: int) -> list[str]:
 def failure_of_a_rank(rank: int) -> str:
     fault = mock.patch("streamfx.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else nullcontext()
     with fault:
-        return said_by(DeviceMesh.from_group(dist.new_group(), "cpu"), layers=3)
+        return said_by(DeviceMesh.from_group(dist.new_group(), "cpu"))
 
 
 def said_by(mesh: DeviceMesh, layers: int = 1, **options: Any) -> str:

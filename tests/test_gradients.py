@@ -29,9 +29,6 @@ EVERY_TIME = [
     ("llama", "sdpa"),
     ("gemma2", "eager"),
     ("gemma3_short", "sdpa"),
-    ("gpt2", "sdpa"),
-    ("gpt_neox", "eager"),
-    ("phi3", "sdpa"),
     ("olmo2", "eager"),
 ]
 

@@ -269,6 +269,7 @@ def test_paths_are_refused_before_anything_is_traced(
         streamfx.explain(Mixing(), rows()).to_html(path)
 
 
+@pytest.mark.usefixtures("no_search")
 def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

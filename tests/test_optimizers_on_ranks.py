@@ -138,23 +138,53 @@ ENGINES: dict[str, Engine] = {  # how it is made, how an optimizer gets into the
 }
 
 
-def trained(name: str, rank: int, inside: bool, steps: int = 2) -> list[Tensor]:
-    """This rank's parameters after some steps, with the optimizer inside of the backward pass or behind it."""
-    make, put_inside, finish = ENGINES[name]
-    model, run = make()
-    optimizers = each_by_itself(model, torch.optim.AdamW)
-    if inside:
-        put_inside(model, run, optimizers)
-    for number in range(steps):
-        run(*data_of(rank + 2 * number, LENGTH)).backward()
-        if not inside:
-            finish(model)
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
-        assert name == "DDP" or all(parameter.grad is None for parameter in model.parameters())
-        model.zero_grad()
-    return [own(parameter.detach()).clone() for parameter in model.parameters()]
+@dataclass
+class Trained:
+    """A model of an engine, with optimizers inside of the backward pass or behind it."""
+
+    name: str
+    rank: int
+    inside: bool
+
+    def __post_init__(self) -> None:
+        make, put_inside, self.finish = ENGINES[self.name]
+        self.model, self.run = make()
+        self.optimizers = each_by_itself(self.model, torch.optim.AdamW)
+        if self.inside:
+            put_inside(self.model, self.run, self.optimizers)
+
+    def steps(self, count: int = 2) -> list[Tensor]:
+        """This rank's parameters after some steps."""
+        for number in range(count):
+            self.run(*data_of(self.rank + 2 * number, LENGTH)).backward()
+            if not self.inside:
+                self.finish(self.model)
+                for optimizer in self.optimizers.values():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert self.name == "DDP" or all(parameter.grad is None for parameter in self.model.parameters())
+            self.model.zero_grad()
+        return [own(parameter.detach()).clone() for parameter in self.model.parameters()]
+
+    def backward_under(self, meter: Meter) -> None:
+        """One more backward pass: the first compiles, and DDP makes its buckets anew behind it."""
+        loss = self.run(*data_of(self.rank, LENGTH))
+        with meter:
+            loss.backward()
+        self.model.zero_grad()
+
+    def alive(self, other: Trained) -> int:
+        """Bytes of gradients that this rank has at once, at the most. Where reductions make none of their own, that is what a
+        backward pass takes, less what the other's takes beside gradients, which keeps them all. DDP's buckets are there before.
+        """
+        if self.name == "SimpleFSDP":
+            meter = Reduced()
+            self.backward_under(meter)
+            return meter.most
+        meters = [Meter(), Meter()]
+        self.backward_under(meters[0])
+        other.backward_under(meters[1])
+        return meters[0].peak - meters[1].peak + sum(gradients_of(other.model).values())
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -175,42 +205,13 @@ class Reduced(Meter):
         return out
 
 
-def backward_under(meter: Meter, name: str, rank: int, inside: bool) -> nn.Module:
-    """The backward pass of a second step: the first compiles, and DDP makes its buckets anew behind it."""
-    make, put_inside, _ = ENGINES[name]
-    model, run = make()
-    if inside:
-        put_inside(model, run, each_by_itself(model, torch.optim.SGD))
-    run(*data_of(rank, LENGTH)).backward()
-    model.zero_grad()
-    loss = run(*data_of(rank, LENGTH))
-    with meter:
-        loss.backward()
-    return model
-
-
-def alive(name: str, rank: int, inside: bool) -> int:
-    """Bytes of gradients that this rank has at once, at the most. Where reductions make none of their own, that is what a
-    backward pass takes, less what one takes beside gradients, which keeps them all. DDP's buckets are there before.
-    """
-    if name == "SimpleFSDP":
-        meter = Reduced()
-        backward_under(meter, name, rank, inside)
-        return meter.most
-    meters = [Meter(), Meter()]
-    backward_under(meters[0], name, rank, inside)
-    model = backward_under(meters[1], "by hooks" if name == "DDP" else name, rank, inside=False)
-    return meters[0].peak - meters[1].peak + sum(gradients_of(model).values())
-
-
 def gradients_of(model: nn.Module) -> dict[str, int]:
     """Bytes of the gradient that this rank keeps of each parameter."""
     return {name: own(parameter).nbytes for name, parameter in model.named_parameters()}
 
 
-def of_two_stages(name: str) -> int:
+def of_two_stages(name: str, model: nn.Module) -> int:
     """Of a layer, and of the first layer and the embedding; FSDP2 holds back all those of its outer group until the end."""
-    model, _ = ENGINES[name][0]()
     sizes = gradients_of(model)
     layer = sum(size for parameter, size in sizes.items() if "layers.0." in parameter)
     outer = sum(
@@ -231,9 +232,12 @@ class Found:
 
 def measured(rank: int, name: str) -> Found:
     with loss_parallel():
-        pairs = zip(trained(name, rank, True), trained(name, rank, False), strict=True)
-        equal = all(torch.equal(one, other) for one, other in pairs)
-        return Found(equal, alive(name, rank, True), alive(name, rank, False), of_two_stages(name))
+        inside, behind = Trained(name, rank, inside=True), Trained(name, rank, inside=False)
+        equal = all(torch.equal(one, other) for one, other in zip(inside.steps(), behind.steps(), strict=True))
+        plain = Trained("by hooks", rank, inside=False) if name == "DDP" else behind
+        if plain is not behind:
+            plain.steps(1)
+        return Found(equal, inside.alive(plain), behind.alive(plain), of_two_stages(name, behind.model))
 
 
 @pytest.mark.parametrize("name", only(["SimpleFSDP"], ENGINES))

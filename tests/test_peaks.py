@@ -85,6 +85,7 @@ def test_every_way_holds_its_gradients(kind: str) -> None:
             assert summary[name] >= held(model, trained=True), (name, length)
 
 
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("options", only(OPTIONS[1:], OPTIONS), ids=str)
 def test_every_way_of_a_plan_holds_parameters_and_gradients(options: dict[str, Any]) -> None:
     with torch.device("meta"):

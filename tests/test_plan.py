@@ -140,6 +140,7 @@ def test_adapters_leave_most_gradients_out() -> None:
     assert low["flops"] < full["flops"]
 
 
+@pytest.mark.usefixtures("no_search")
 def test_any_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Causal()
@@ -368,6 +369,7 @@ def test_twice_as_long_with_fewer_boundaries() -> None:
     assert report.summary()["peak_bytes"] <= 80 << 30
 
 
+@pytest.mark.usefixtures("no_search")
 def test_models_are_left_alone() -> None:
     model: nn.Module = built(TINY)
     streamfx.plan(model, seq=128)

@@ -128,6 +128,7 @@ def test_a_terminal_that_went_away_is_no_error(terminal: Terminal) -> None:
         terminal.close()
 
 
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("command", ["explain", "plan"])
 def test_the_command_line_has_it(command: str, terminal: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}

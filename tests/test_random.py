@@ -40,8 +40,8 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "features": (32, 34, 36),
     "stages": (0, 1, 2),
     "whole": (0, 1, 2),
-    "scans": (0, 1, 2),
-    "states": (0, 1, 2, 3),
+    "scans": (1, 0, 2),
+    "states": (1, 0, 2, 3),
     "associative": (3, 1, 11, 16),
 }
 

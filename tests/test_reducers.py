@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.profiler import ProfilerActivity, profile
 
 from tests.support.exactness import Recorder, recorder
+from tests.support.profiled import names_of
 from tests.support.ranks import on_ranks
 from tests.support.spread import only
 from tests.support.stages import Layers, batch
@@ -132,10 +132,7 @@ def early_reductions(rank: int, wrapper: DDP) -> tuple[int, int]:
     wrapper(*data(rank, 0)).backward()  # after the first step DDP makes new buckets
     wrapper.zero_grad()
     loss = wrapper(*data(rank, 1))
-    with profile(activities=[ProfilerActivity.CPU]) as record:
-        loss.backward()
-    events = sorted(record.events(), key=lambda event: event.time_range.start)
-    names = [event.name for event in events if event.name in PRODUCTS or "allreduce" in event.name]
+    names = [name for name in names_of(loss.backward) if name in PRODUCTS or "allreduce" in name]
     last = max(position for position, name in enumerate(names) if name in PRODUCTS)
     reductions = [position for position, name in enumerate(names) if name not in PRODUCTS]
     return sum(position < last for position in reductions), len(reductions)

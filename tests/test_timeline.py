@@ -172,6 +172,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("more", [{}, {"optimizer": "adamw"}, {"memory": "4MiB"}, {"baselines": False}], ids=str)
 def test_plans(more: dict[str, Any]) -> None:
     with torch.device("meta"):

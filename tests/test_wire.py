@@ -102,9 +102,8 @@ def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> No
 
 def test_collectives_on_weights_do_not_depend_on_chunks(ranks: DeviceMesh) -> None:  # noqa: F811
     model = sharded(Two(), ranks)
-    one, *others = (wire_of(model, length=16, chunk=chunk) for chunk in (16, 4, 3, 1))
-    for other in others:
-        assert {**other, "whole_weights_bytes": 0} == {**one, "whole_weights_bytes": 0}
+    one, other = (wire_of(model, length=16, chunk=chunk) for chunk in (16, 3))
+    assert {**other, "whole_weights_bytes": 0} == {**one, "whole_weights_bytes": 0}
     assert one["forward"]["in_loops"]["calls"] == 0
 
 
@@ -164,7 +163,7 @@ def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
         wire = wire_of(model, length=4 * CHUNK, chunk=CHUNK)
         torch._dynamo.reset()
         run = compiled(model)
-        step(run, model, truth, 4 * CHUNK, groups)  # compiles
+        run(*data_of(0, 4 * CHUNK)).backward()  # compiles
         found.append((step(run, model, truth, 4 * CHUNK, groups), wire, in_eager(model, truth, groups)))
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from tests.support.profiled import records_of
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,9 @@ class Allocations:
 
     @staticmethod
     def of(call: Callable[[], Any]) -> Allocations:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            call()
-        events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-        sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        sizes = [record.nbytes() for record in records_of(call, profile_memory=True) if record.name() == "[memory]"]
         alive = peak = 0
-        for _, size in sorted(sizes, key=lambda entry: entry[0]):
+        for size in sizes:
             alive += size
             peak = max(peak, alive)
-        return Allocations(peak, max((size for _, size in sizes), default=0))
+        return Allocations(peak, max(sizes, default=0))

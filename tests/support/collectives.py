@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+
+from tests.support.profiled import records_of
 
 GATHER, SCATTER, REDUCE = (
     f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -29,18 +30,17 @@ class Wire:
 
     @staticmethod
     def of(half: Callable[[], Any]) -> Wire:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-            half()
-        events = sorted((event for event in seen.events() or ()), key=lambda event: event.time_range.start)
-        last = max((i for i, event in enumerate(events) if event.name in PRODUCTS), default=-1)
+        records = records_of(half, record_shapes=True)
+        names = [record.name() for record in records]
+        last = max((i for i, name in enumerate(names) if name in PRODUCTS), default=-1)
         calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
         early = late = 0
-        for i, event in enumerate(events):
-            kind = event.name.removesuffix("_coalesced")
+        for i, name in enumerate(names):
+            kind = name.removesuffix("_coalesced")
             if kind in calls:
                 calls[kind] += 1
-                shapes = event.structured_input_shapes[0]
-                sizes[kind] += 8 * sum(map(prod, shapes if kind != event.name else [shapes]))
+                shapes = records[i].structured_input_shapes()[0]
+                sizes[kind] += 8 * sum(map(prod, shapes if kind != name else [shapes]))
             if kind in (SCATTER, REDUCE):
                 early, late = early + (i < last), late + (i > last)
         return Wire(calls, sizes, early / max(early + late, 1))

@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.backend import streambp
 from streamfx.integrations import calls, parts
 from tests.support.collectives import data_of, worst
+from tests.support.profiled import names_of
 from tests.support.sharded import Decoder, Layer
 
 LENGTH, VOCABULARY, WIDTH = 29, 17, 8
@@ -138,9 +138,7 @@ class Done:
 
 def collectives(call: Callable[[], Any]) -> dict[str, int]:
     """Calls of each collective, as an engine begins them."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        call()
-    return dict(Counter(event.name for event in seen.events() or () if event.name.startswith(WIRE)))
+    return dict(Counter(name for name in names_of(call) if name.startswith(WIRE)))
 
 
 def one_process(truth: nn.Module, rank: int, world: int = 2, length: int = LENGTH, micro: int = 1) -> None:

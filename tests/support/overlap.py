@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from tests.support.allocations import Allocations
+from tests.support.profiled import names_of
 
 REDUCTIONS = ("allreduce_", "allreduce_coalesced_", "reduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"))
@@ -33,9 +34,7 @@ class Overlap:
 
     @staticmethod
     def of(backward: Callable[[], Any]) -> Overlap:
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            backward()
-        names = [event.name for event in sorted(seen.events() or (), key=lambda event: event.time_range.start)]
+        names = names_of(backward)
         last = max(place for place, name in enumerate(names) if name in PRODUCTS)
         if any(name.startswith(LABEL) for name in names):
             stages, late = ({name for name in part if name.startswith(LABEL)} for part in (names, names[last:]))
