@@ -36,7 +36,12 @@ class TurnsDiffer(StreamFXError):
 def in_turn(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
     """The function's results for all pieces. It does the same for pieces that are alike, whatever came before."""
     turns = _following.get()
-    return [function(*piece) for piece in pieces] if turns is None else turns.results(function, pieces)
+    return one_by_one(function, pieces) if turns is None else turns.results(function, pieces)
+
+
+def one_by_one(function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+    """The same, whatever the function does."""
+    return [function(*piece) for piece in pieces]
 
 
 class Stretch(NamedTuple):
@@ -74,7 +79,7 @@ class Turns:
         kinds = [tuple(map(kind_of, piece)) for piece in pieces]
         alike = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
         if alike <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
-            return [function(*piece) for piece in pieces]
+            return one_by_one(function, pieces)
         between = range(FIRST, alike - LAST)
         forward = _Half(between, range(between.stop, alike))
         backward = _Half(between[::-1], range(FIRST)[::-1])

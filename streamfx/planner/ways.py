@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.cost.repeated import Repeat
-from streamfx.cost.turns import in_turn
+from streamfx.cost.turns import in_turn, one_by_one
 from streamfx.inspection.eager import Around, checkpointed, eager_cost
 from streamfx.inspection.layers import is_plain
 from streamfx.planner.models import loss_of
@@ -40,9 +40,8 @@ class LossInChunks(nn.Module):
         hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
         rows = max(BUSY // hidden.shape[0], 1)
         pieces = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
-        loss = checkpointed(self._loss)
-        losses = in_turn(loss, pieces) if is_plain(self.head) else [loss(*piece) for piece in pieces]
-        return torch.stack(losses).sum()
+        each = in_turn if is_plain(self.head) else one_by_one
+        return torch.stack(each(checkpointed(self._loss), pieces)).sum()
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden).flatten(0, -2).float(), labels.flatten(), reduction="sum")
