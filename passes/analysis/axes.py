@@ -24,7 +24,7 @@ from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, Scan, Signature, Tile, Whole
-from streamfx.ir.sizes import Size, numeric, product, shape_of
+from streamfx.ir.sizes import numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
 from streamfx.passes.operators.collectives import is_collective
@@ -159,10 +159,6 @@ def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable
     return tuple(table.fresh(size) if place is None else shapes[place[0]][place[1]] for size, place in pairs)
 
 
-def _result_shapes(node: fx.Node) -> tuple[tuple[Size, ...], ...]:
-    return tuple(shape_of(result) if result is not None else () for result in results_of(node))
-
-
 def _apply_rule(
     node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
 ) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
@@ -185,7 +181,7 @@ def _apply_rule(
             if known is not dim and not table.unify(known, dim):
                 return f"two dimensions of {node.target} are split into rows in ways that do not fit together"
     made = []
-    for own, letter_shape in zip(_result_shapes(node), signature.results, strict=False):
+    for own, letter_shape in zip(call.result_shapes, signature.results, strict=False):
         for size, letter_dim in zip(own, letter_shape, strict=True):
             if len(letter_dim) == 1 and letter_dim[0] not in bound:
                 bound[letter_dim[0]] = table.fresh(size)

@@ -118,6 +118,9 @@ def key_of(node: fx.Node) -> Any:
     def frozen(item: Any) -> Any:
         if isinstance(item, fx.Node):  # most are: equal to itself alone
             return item
+        kind = type(item)
+        if kind is int or kind is bool or item is None:  # most others are
+            return (kind, item)
         if isinstance(item, (list, tuple)):
             return tuple([frozen(part) for part in item])
         if isinstance(item, dict):

@@ -52,6 +52,7 @@ aten = torch.ops.aten
 Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
 EMITTERS: dict[Any, Emitter] = {}
 
+FROM_THE_TRACE = ("stack_trace", "nn_module_stack", "original")  # what a body's operators say of where they come from
 SHAPE_ARGUMENT: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -146,7 +147,7 @@ class BodyBuilder(BodyInputs):
 
     def _name(self, node: fx.Node, made: Any) -> None:
         if isinstance(made, fx.Node):
-            made.meta.update({k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "original")})
+            made.meta.update({name: node.meta[name] for name in FROM_THE_TRACE if name in node.meta})
             made.meta["joint"] = node.name
             made.meta["has_keys"] = Role.KEYS in self.layout.demand.roles.get(producer_of(node), {}).values()
 

@@ -55,6 +55,7 @@ class _Cutter:
         self.forward = [node for node in joint.nodes if node in joint.forward]
         self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
+        self.bytes: dict[fx.Node, int] = {}
         self.last = len(last)
         if last:
             self.forward.sort(key=lambda node: node in last)
@@ -186,6 +187,11 @@ class _Cutter:
 
     def bytes_of_rows(self, node: fx.Node) -> int:
         """Bytes of a value that is made chunk by chunk, all its rows together; 0 for others."""
+        if node not in self.bytes:
+            self.bytes[node] = self._bytes_of_rows(node)
+        return self.bytes[node]
+
+    def _bytes_of_rows(self, node: fx.Node) -> int:
         if not is_tensor(node) or not self.is_streamed(node) or self.demand.form(node) is not Form.ROWS:
             return 0
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))

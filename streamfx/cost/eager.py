@@ -13,6 +13,7 @@ from streamfx.cost.curve import Curve, Point, Recorder, shortened
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.meter import Meter
 from streamfx.cost.nested import tensors_in, tensors_returned
+from streamfx.cost.turns import Turns, following
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.torch_private import FakeTensorMode
 
@@ -80,18 +81,21 @@ def _curve(half: Half, begun: Work) -> Curve:
     return Curve(shortened(half.points), (), half.work).above(NO_WORK.minus(begun))
 
 
-def eager_step(call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False) -> EagerStep:
+def eager_step(
+    call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, of_few: bool = True
+) -> EagerStep:
     """Run a call in eager under the fake mode that is active, with the gradients of its first number, else of all its results.
 
     The caller of the call keeps its results, as in `out = model(...); out.loss.backward()`. The forward half of `layers`, whose
-    `forward` is watched from now on, is counted by itself, too.
+    `forward` is watched from now on, is counted by itself, too. `of_few` says that of turns that are alike few are followed
+    (`turns.py`); raises `TurnsDiffer` where they are not.
     """
     meter, recorder = Meter(), Recorder()
     meter.recorder = recorder
     marks = _Marks(meter, recorder)
     for number, layer in enumerate(layers):
         layer.forward = marks.noted(number, meter.watched(layer.forward))
-    with meter:
+    with meter, following(Turns(meter) if of_few else None):
         outputs = call()
         forward = Half(tuple(recorder.points), meter.work, tuple(marks.forward))
         recorder.points = [point._replace(work=meter.work) for point in recorder.points[-1:]]

@@ -16,6 +16,7 @@ from streamfx.cost.nested import tensors_in
 from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
 MOST = 1 << 22  # elements of a value that is computed
+LIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}  # gives the same, which fake tensors remember
 ASKS_FOR_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -30,7 +31,7 @@ class RealIntegers(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = list(tensors_in((args, kwargs)))
         if not all(map(_is_known, operands)):
-            return func(*args, **kwargs)
+            return LIKE.get(func, func)(*args, **kwargs)
         tags = set(getattr(func, "tags", ()))
         if torch.Tag.nondeterministic_seeded in tags:
             return func(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from streamfx.cost.eager import EagerStep, eager_step
 from streamfx.cost.memory import Cost
 from streamfx.cost.repeated import Repeat, step_of_all
+from streamfx.cost.turns import TurnsDiffer
 from streamfx.cost.values import RealIntegers
 from streamfx.inspection.all_layers import Few
 from streamfx.inspection.layers import first_layers, layers_of, name_of_layers, repeat_of
@@ -152,6 +153,15 @@ class EagerCall:
         self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
         """A step, and the bytes of gradients of parameters: of all layers, or of few, with the gradients of those missing."""
+        try:
+            return self._walked(around, repeat, forward_only, notes, True)
+        except TurnsDiffer as error:
+            log.info("all turns are followed: %s", error)
+            return self._walked(around, repeat, forward_only, notes, False)
+
+    def _walked(
+        self, around: Around | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, of_few: bool
+    ) -> tuple[EagerStep, int]:
         with self._faked(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if notes is not None:
@@ -167,7 +177,7 @@ class EagerCall:
                 without_gradients([*given, *parameters]),
                 outside_of_inference(),
             ):  # fake tensors are the same from call to call
-                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only)
+                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only, of_few)
                 gradients = _gradient_bytes(parameters)
                 if repeat is not None:
                     repeated = layers[repeat.front : repeat.front + repeat.period]

@@ -75,6 +75,20 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is made of torch's own, without hooks: what these run follows from what they are given.
+
+    >>> is_plain(nn.Linear(1, 1)), is_plain(type("Other", (nn.Linear,), {})(1, 1))
+    (True, False)
+    """
+    return all(
+        type(part).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(part)
+        and not any(getattr(part, hooks) for hooks in HOOKS)
+        for part in module.modules()
+    )
+
+
 def name_of_layers(model: Callable[..., Any]) -> str:
     """The name of the longest list of layers, in the outermost module that it is in."""
     longest = max(_lists_of(model), key=len)

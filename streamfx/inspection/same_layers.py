@@ -38,6 +38,7 @@ class Notes(TorchDispatchMode):
 
     def begin(self, modules: Iterable[nn.Module], layers: Sequence[nn.Module], given: Any) -> None:
         """Watch the turns of layers from now on; parameters, buffers and arguments go by name."""
+        self.stretches, self.order = [[]], []
         self._held = _held_by(modules, layers, list(tensors_in(given)))
         for number, layer in enumerate(layers):
             layer.forward = self._turn_of(number, layer.forward)

@@ -25,6 +25,7 @@ class AxisTable:
         self._size: list[Size] = []
         self._parts: dict[Atom, Dim] = {}
         self._resolved: dict[Dim, Dim] = {}  # until two axes are joined, or one is split
+        self._sizes: dict[Dim, Size] = {}  # for good: only axes of one size are joined
 
     def fresh(self, size: Size) -> Dim:
         """A dimension that so far has nothing to do with any other."""
@@ -41,7 +42,10 @@ class AxisTable:
         return self._size[self._root(atom)]
 
     def size_of_dim(self, dim: Dim) -> Size:
-        return product(self.size(atom) for atom in dim)
+        known = self._sizes.get(dim)
+        if known is None:
+            known = self._sizes[dim] = product(self.size(atom) for atom in dim)
+        return known
 
     def resolve(self, dim: Sequence[Atom]) -> Dim:
         """The dimension in the finest atoms known, each the representative of its class."""

@@ -15,6 +15,7 @@ from streamfx.torch_private import inputs_of_gradients, is_token
 
 STAYS = "streamfx_stays"  # in the `meta` of an operator that runs though nobody reads its result
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
+_NUMBERS = frozenset(map(id, ASSERTIONS))  # every pass asks every operator; to compare or to hash them takes longer
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def drop_unused(graph: fx.Graph, but_for: Callable[[fx.Node], bool] = lambda nod
 
 def is_assertion(node: fx.Node) -> bool:
     """Whether an operator is there to raise an error, or for what it does with other ranks: it has no users, and stays."""
-    return node.target in ASSERTIONS or node.meta.get(STAYS, False)
+    return id(node.target) in _NUMBERS or node.meta.get(STAYS, False)
 
 
 def is_tensor(node: Any) -> bool:

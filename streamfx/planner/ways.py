@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from streamfx.cost.repeated import Repeat
+from streamfx.cost.turns import in_turn, one_by_one
 from streamfx.inspection.eager import Around, checkpointed, eager_cost
+from streamfx.inspection.layers import is_plain
 from streamfx.planner.models import loss_of
 from streamfx.planner.scout import guessed
 from streamfx.planner.search import AIM, BUSY, CLOSE
@@ -38,8 +39,9 @@ class LossInChunks(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
         rows = max(BUSY // hidden.shape[0], 1)
-        pieces = zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True)
-        return torch.stack([checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]).sum()
+        pieces = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
+        each = in_turn if is_plain(self.head) else one_by_one
+        return torch.stack(each(checkpointed(self._loss), pieces)).sum()
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden).flatten(0, -2).float(), labels.flatten(), reduction="sum")

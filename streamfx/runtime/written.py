@@ -17,6 +17,7 @@ Each value is a variable, which is set to None after its last use. What is writt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -82,13 +83,15 @@ class Text:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self._taken = set(taken)
+        self._next: Counter[str] = Counter()  # by hint the first number that may not be taken
 
     def line(self, text: str, depth: int = 1) -> None:
         self.lines.append("    " * depth + text)
 
     def unused(self, hint: str) -> str:
         """A name that no value has."""
-        own = next(name for i in count() if (name := f"{hint}_{i}") not in self._taken)
+        while (own := f"{hint}_{self._next[hint]}") in self._taken:
+            self._next[hint] += 1
         self._taken.add(own)
         return own
 
