@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
-from streamfx.attempts import NO_TREES, NOT_DEFERRED, attempted
+from streamfx.attempts import NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -35,6 +35,7 @@ from streamfx.passes.operators.collectives import has_collectives, has_unused_wa
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
 from streamfx.passes.partition.fit import fits_whole, may_fit_whole
+from streamfx.passes.recurrences.block_products import with_block_products
 from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
@@ -175,6 +176,7 @@ class Compilation:
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
         strict = self.options.strict
         self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, strict)
+        self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, strict)
         deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)

@@ -15,6 +15,7 @@ from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
+from streamfx.runtime.decayed_sums import BACKWARD, DECAYED_SUMS
 from tests import test_attention_with_sink, test_canonical, test_canonical_equations
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
@@ -64,6 +65,19 @@ def combined(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Tensor, 
 def of_other_rows(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """A backward to which no call belongs."""
     return (SCAN_BACKWARD([dx, None], [x, y], [weight], number_of(affine, x[0], y[0], 2 * x[0], 2 * y[0], weight))[0],)
+
+
+def decayed(x: Tensor, rows: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    """Sums over rows that decay, and their gradients; of the last sum there is none."""
+    decays = -x.square()
+    sums, last = DECAYED_SUMS(decays, rows, first)
+    ddecays, drows, _ = BACKWARD(sums, None, decays, rows, first)
+    return last, ddecays, drows
+
+
+def that_may_grow(x: Tensor, rows: Tensor) -> Tensor:
+    made: Tensor = DECAYED_SUMS(x, rows, None)[0]
+    return made
 
 
 def read_by_others(q: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -167,6 +181,10 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "rows of a tree": (
         Case(combined, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
         Case(of_other_rows, (plain(5, 3), plain(5, 3), plain(5, 3), plain(3))),
+    ),
+    "sums that decay": (
+        Case(decayed, (plain(2, 5), plain(2, 5, 3), plain(2, 3))),
+        Case(that_may_grow, (plain(2, 5), plain(2, 5, 3))),
     ),
     "heads repeated for groups": (
         heads(test_canonical_equations.GROUPS["groups"][0]),

@@ -337,3 +337,15 @@ def test_shorter_than_the_window(mixer: Mixer, length: int) -> None:
 def test_looks_ahead() -> None:
     """Streams in one loop more for each layer: nothing is known of rows to come."""
     check(lambda m, x: m.same(x.mT).mT, chunk_size=5, also=(1, 16))
+
+
+def test_layers_that_look_back_are_stages() -> None:
+    """Without attention, too: else a loop from the last chunk on is given what all look back at. Two in a row are one."""
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+
+    def twice(m: Mixed, x: Tensor) -> Tensor:
+        return padded_on_the_left(m, padded_then_cut(m, x))
+
+    report = compare(decoders.made(lambda: Mixed(twice, 3)), {"ids": ids, "labels": ids}, chunk_size=5, also=(1, LENGTH))
+    (facts,) = report.facts
+    assert len(facts.stages) == 4

@@ -12,7 +12,7 @@ values.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, is_tensor
+from streamfx.ir.signature import Letter, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
@@ -106,17 +107,49 @@ class _Cutter:
         elif loss is not None and (attentions or self.facts.joint.tangents):  # else there is nothing that the head is apart from
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products, sent = list(accumulate(is_expensive(node) for node in self.forward)), self.sent_bytes()
+
+        def best(low: int, high: int) -> int | None:
+            # where equally little is alive: after the last product, whose result is then kept and not computed twice,
+            # and before the norm that follows, whose gradient would ask for that result; what is kept of a sum over ranks
+            # is not sent once more
+            candidates = range(max(low, 0), high + 1)
+            found = min(candidates, key=lambda i: (live[i] - sent[i], -products[i], i), default=None)
+            return found if found is not None and 0 < live[found] < UNCUTTABLE else None
+
         cuts: list[int] = []
         for low, high in gaps:
-            candidates = range(max(low, 0), high + 1)
-            if candidates:
-                # where equally little is alive: after the last product, whose result is then kept and not computed twice,
-                # and before the norm that follows, whose gradient would ask for that result; what is kept of a sum over ranks
-                # is not sent once more
-                best = min(candidates, key=lambda i: (live[i] - sent[i], -products[i], i))
-                if 0 < live[best] < UNCUTTABLE and (not cuts or best > cuts[-1]):
-                    cuts.append(best)
-        return cuts
+            cut = best(low, high)
+            if cut is not None and (not cuts or cut > cuts[-1]):
+                cuts.append(cut)
+        return sorted({*cuts, *self.cuts_between_windows(cuts, best, live)})
+
+    def cuts_between_windows(
+        self, cuts: Sequence[int], best: Callable[[int, int], int | None], live: Sequence[int]
+    ) -> Iterable[int]:
+        """Between two operators that look at rows in front of a chunk, where as little is alive as anywhere between two of them.
+
+        A loop from the last chunk to the first has to be given such rows: without a cut those of all layers would be there.
+        """
+        windows = [i for i, node in enumerate(self.forward) if self.looks_back(node)]
+        between = [(low, high - 1) for low, high in pairwise(windows)]
+        found = [cut for low, high in between if (cut := best(low, high)) is not None]
+        least = min((live[cut] for cut in found), default=0)
+        for (low, high), cut in ((pair, best(*pair)) for pair in between):
+            if cut is not None and live[cut] == least and not any(low <= other <= high for other in cuts):
+                yield cut
+
+    def looks_back(self, node: fx.Node) -> bool:
+        """Whether a row is made of rows in front of it, of a few: those of a convolution, or a shift."""
+        windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_streamed(node) else {}
+        return any(self.moves(node, letter, window) for letter, window in windows.items())
+
+    def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
+        sequence, letters = self.axes.sequence, self.axes.letters[node]
+        made, source = (self.axes.sequence_atom(letters[item]) for item in (letter, window.of))
+        if sequence is None or made is None or source is None:
+            return False
+        block = sequence.block(source)
+        return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[made][0])
 
     def attention_intervals(self) -> list[tuple[int, int]]:
         """First and last position of each attention of the forward half, overlapping ones merged."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from tests.mutations import (
     chunks,
+    decays,
     equations,
     kept,
     linear,
@@ -48,6 +49,7 @@ KINDS = {
     "scans": "a loop over rows that is one operator, taken for another",
     "truncations": "gradients that reach back few rows, or not",
     "trees": "an associative scan that was traced as a tree, taken for another",
+    "decays": "a product with weights that decay, taken for another",
     "states": "the state of an operator, handed on to another chunk, or not",
     "chunks": "operators whose copy for a chunk is more than the operator on fewer rows",
     "sums": "parts of sums in a type that is too narrow for them",
@@ -80,4 +82,5 @@ ROWS: tuple[Mutation, ...] = (
     *truncations.ROWS,
     *trees.ROWS,
     *states.ROWS,
+    *decays.ROWS,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tests.random_decoders.attention import attend
+from tests.random_decoders.decays import DECAYS, decayed
 from tests.random_decoders.extras import BYTES, COUNTS, KEYS
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
@@ -145,6 +146,8 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             _combine(w, form, i, time)
         case operator if operator in STATEFUL:
             _handed_on(w, operator, i)
+        case form if form in DECAYS:
+            decayed(w, form, i)
         case whole if whole in WHOLE:
             w.line(WHOLE[whole].format(time=time))
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -206,6 +207,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "scans": _scans,
     "associative": partial(_scans, mixers=tuple(TREES)),
     "states": partial(_scans, mixers=tuple(STATEFUL)),
+    "decays": partial(_scans, mixers=DECAYS),
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -226,6 +228,7 @@ OFTEN = (
     "scans",
     "associative",
     "states",
+    "decays",
 )
 
 
