@@ -23,6 +23,7 @@ from tests.random_decoders.extras import (
     OVER_KEYS,
     PAIRS,
     PLACES,
+    SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
@@ -194,6 +195,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "pairs": partial(_beside, extras=PAIRS),
     "looked up": partial(_beside, extras=LOOKED_UP),
     "over keys": partial(_beside, extras=OVER_KEYS),
+    "shifted": partial(_beside, extras=SHIFTED),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -220,6 +222,7 @@ OFTEN = (
     "halves",
     "looked up",
     "over keys",
+    "shifted",
     "views",
     "stages",
     "whole",
