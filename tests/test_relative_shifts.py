@@ -92,6 +92,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8], what only looks
     "in steps": lambda x: x.reshape(2, 8, 4)[:, 1::2].reshape(2, 4, 4)[..., :3],
     "other rows": lambda x: x.reshape(2, 4, 8)[:, 1:].reshape(2, 4, 6)[..., :2],
     "from the left": lambda x: x.reshape(2, 8, 4)[:, :-1].reshape(2, 4, 7)[..., :3],
+    "cut at both ends": lambda x: x.reshape(2, 8, 4)[:, 1:5].reshape(2, 4, 4)[..., :3],
+    "of other sequences": lambda x: x.reshape(1, 2, 4, 8).reshape(2, 1, 8, 4)[:, :, 1:].reshape(2, 1, 4, 7)[..., :3],
     "of another batch": lambda x: x.reshape(1, 16, 4)[:, 1:, :].reshape(1, 4, 15)[..., :3],
 }
 

@@ -47,6 +47,7 @@ KINDS = {
     "rows": "an index that is not the number of a row",
     "scans": "a loop over rows that is one operator, taken for another",
     "shifts": "scores by distance, shifted row by row: what is no such shift, or takes the next row's",
+    "joins": "parts that are joined to one sequence, of which a chunk joins its own rows",
     "truncations": "gradients that reach back few rows, or not",
     "trees": "an associative scan that was traced as a tree, taken for another",
     "states": "the state of an operator, handed on to another chunk, or not",

@@ -1,4 +1,4 @@
-"""Scores by distance that are shifted row by row, by reading rows of one length as rows of another."""
+"""Scores by distance that views shift row by row, and parts that are joined to one sequence."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ ROWS = (
         FOUND,
         "        beside[0] == beside[1] == beside[2]\n        and rows == shown\n",
         "        rows == shown\n",
-        (OTHERS,),
-    ),
-    Mutation(
-        "shifts",
-        "rows are taken in steps",
-        FOUND,
-        'or dim + 1 >= len(x) or taken["step"] != 1 or',
-        "or dim + 1 >= len(x) or",
         (OTHERS,),
     ),
     Mutation(
@@ -89,5 +81,21 @@ ROWS = (
         "return x if x.stride(dim) == x.shape[dim + 1] * x.stride(dim + 1) else x.contiguous()",
         "return x",
         ("test_relative_shifts.py::test_operators_are_their_definition",),
+    ),
+    Mutation(
+        "joins",
+        "parts stand behind one another wherever they were",
+        "passes/analysis/members.py",
+        "        return begins.pop() if len(begins) == 1 else None\n",
+        "        return begins.pop()\n",
+        ("test_joined_parts.py::test_parts_elsewhere",),
+    ),
+    Mutation(
+        "joins",
+        "what is joined has its rows in place",
+        "passes/analysis/demand.py",
+        "        return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]\n",
+        "        return True\n",
+        ("test_joined_parts.py::test_parts_elsewhere",),
     ),
 )

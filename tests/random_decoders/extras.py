@@ -207,6 +207,21 @@ SHIFTED: dict[str, tuple[str, ...]] = {
         "summed": "s.tril().sum(1) + s.sum(2)",
     }.items()
 }
+# parts of rows, one behind another as they stood, or otherwise
+JOINED: dict[str, tuple[str, ...]] = {
+    name: (f"z = torch.cat([{parts}], 1)", f"term = ({made}).square().mean()")
+    for name, parts, made in (
+        ("blocks in turn", "x[:, i : i + 3].cumsum(1) for i in range(0, t, 3)", "z * x"),
+        ("blocks that attend", "(y @ y.mT).softmax(-1) @ y for y in x.split(4, 1)", "z * x.cos()"),
+        ("halves swapped", "x[:, t // 2 :].sin(), x[:, : t // 2]", "z * x"),
+        ("blocks backwards", "x[:, max(i - 3, 0) : i].sin() for i in range(t, 0, -3)", "z * x"),
+        ("one block left out", "x[:, : t // 2].sin(), x[:, t // 2 + 1 :]", "z.cumsum(1)"),
+        ("blocks that overlap", "x[:, : t // 2 + 1].sin(), x[:, t // 2 :]", "z.cumsum(1)"),
+        ("a block twice", "x[:, : t // 2].sin(), x[:, : t - t // 2]", "z * x"),
+        ("blocks of later rows", "x[:, t // 3 : t // 2].sin(), x[:, t // 2 :]", "z.cumsum(1)"),
+        ("of two values", "x[:, : t // 2].sin(), x.cos()[:, t // 2 :]", "z @ z.mT"),
+    )
+}
 LOOKED_UP: dict[str, tuple[str, ...]] = {  # what is zero where a key is hidden, and is a number of a row all the same
     name: ("n = ((labels[..., None] + labels[:, None]) % 2) * (at <= at[:, None])", f"term = ({made} * x).square().mean()")
     for name, made in {
