@@ -73,6 +73,8 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
     axes = axes_of(joint)
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
+        along = frozenset((node, i) for node, i in split if _holds(sequence, axes, axes.shapes[node][i]))
+        split = along or split  # features that are taken apart are no rows
         kept = axes_of(joint, split)
         whole = sequence_axis(joint, kept)
         places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}

@@ -26,8 +26,6 @@ delta rule works on blocks of 64 rows: where it has no smaller ones, there are 1
 - *whole*: what runs in one piece, and why. The result is exact all the same.
 - Chunked scans work on blocks of rows. Where a model's are longer than 22 rows, these are one block, padded, which runs whole and
   may count for many FLOPs; in longer sequences chunks hold whole blocks, and these models stream.
-- A bold error is no comparison: reformer hashes with rotations that it draws at random in each call, and the backend draws
-  another sample than eager does.
 
 """
 
