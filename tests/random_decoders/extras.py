@@ -387,6 +387,7 @@ LINES = {
     **OVER_KEYS,
     **LOOKED_UP,
     **SHIFTED,
+    **JOINED,
     **NUMBERS,
     **FEW,
     **HALVES,
