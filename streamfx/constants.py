@@ -17,6 +17,8 @@ from streamfx.torch_private import FakeTensor
 
 MOST_PIECES = 16
 MOST_READ = 1 << 20  # bytes of ordinary numbers that are read at each call
+MOST_COUNTED = 1 << 24  # up to here float32 holds all whole numbers
+PLACES = everywhere(Range(0, MOST_COUNTED))  # what a table of row numbers holds: of experts, of positions
 NUMBERS = everywhere(Range(-ACTIVATION, ACTIVATION, assumed=1))  # ordinary numbers, as weights are
 
 
@@ -24,7 +26,8 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
     """What a tensor [..., n, n] holds as a function of delta = column - row, where most of it is a constant.
 
     A registered `tril` buffer is 1 for delta <= 0 and 0 above; an additive mask is minus infinity above. Of any other tensor it
-    is said whether it holds ordinary numbers: none is infinite, NaN, or so large that it may stand for infinity.
+    is said whether it holds ordinary numbers: none is infinite, NaN, or so large that it may stand for infinity; of a table of
+    whole numbers, whether they may be numbers of rows.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta:  # weights of a model that is only looked at
         return NUMBERS if isinstance(tensor, Parameter) and tensor.is_floating_point() else None
@@ -32,7 +35,7 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
         return None
     n = tensor.shape[-1] if tensor.dim() > 1 else 0
     is_mask = n > 1 and tensor.shape[-2] == n and not tensor.is_complex() and not tensor.requires_grad
-    return (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None) or _ordinary(tensor)
+    return (_mask_pattern(tensor.detach().reshape(-1, n, n)) if is_mask else None) or _ordinary(tensor) or _places(tensor)
 
 
 def _mask_pattern(values: Tensor) -> Pieces | None:
@@ -57,6 +60,14 @@ def _ordinary(tensor: Tensor) -> Pieces | None:
     if least.item() >= -ACTIVATION and most.item() <= ACTIVATION:
         return NUMBERS
     return everywhere(everything(tensor.dtype)) if tensor.requires_grad else None  # not what is assumed of trained weights
+
+
+def _places(tensor: Tensor) -> Pieces | None:
+    """That all numbers of a table are whole, and none is negative. Of single numbers, which may count steps, nothing is said."""
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() < 2 or not tensor.numel():
+        return None
+    least, most = tensor.aminmax()
+    return PLACES if least.item() >= 0 and most.item() <= MOST_COUNTED else None
 
 
 def _toeplitz(values: Tensor) -> Pieces | None:

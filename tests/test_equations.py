@@ -16,7 +16,8 @@ from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
 from streamfx.runtime.decayed_sums import BACKWARD, DECAYED_SUMS
-from tests import test_attention_with_sink, test_canonical, test_canonical_equations
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from tests import test_attention_with_sink, test_canonical, test_canonical_equations, test_relative_shifts
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
@@ -86,6 +87,15 @@ def read_by_others(q: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return y, saved.sin()
 
 
+def put_behind(rows: int) -> Callable[[Tensor], Tensor]:
+    """Gradients behind four numbers for which there are none, as rows of eight."""
+    return lambda x: aten.slice_backward(x.reshape(2, 7, 4), [2, 8, 4], 1, 1, 8, 1).reshape(2, rows, 32 // rows)
+
+
+def put_back(start: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: RELATIVE_SHIFT_BACKWARD(aten.slice_backward(x, [2, 4, 7], 2, start, start + 3, 1), 1, 4, 8)
+
+
 SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and one that only looks like it
     "alias": (CASES["alias"], Case(lambda x: x.clone(), (plain(4, 3),))),
     "reduced over ranks": (
@@ -122,6 +132,26 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "token shift": (CASES["a row in front"], CASES["two rows"]),
     "rows written into a constant": (CASES["written 0.0 1 3"], CASES["written over rows"]),
     "rows of a matrix": (CASES["gathered rows"], CASES["gathered elements"]),
+    "first rows by number": (
+        Case(lambda x: x.index_select(1, torch.arange(2)), (plain(4, 3),)),
+        Case(lambda x: x.index_select(1, torch.arange(1, 3)), (plain(4, 3),)),
+    ),
+    "shifted rows": (
+        Case(lambda x: test_relative_shifts.by_views(x, 7), (plain(2, 4, 8),)),
+        Case(lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6), (plain(2, 4, 8),)),
+    ),
+    "gradient of shifted rows": (
+        Case(put_behind(4), (plain(2, 4, 7),)),
+        Case(put_behind(2), (plain(2, 2, 14),)),
+    ),
+    "columns of shifted rows": (
+        Case(lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., :4], (plain(2, 4, 8),)),
+        Case(lambda x: RELATIVE_SHIFT(x, 1, 4, 7)[..., 1:4], (plain(2, 4, 8),)),
+    ),
+    "gradient of columns": (
+        Case(put_back(0), (plain(2, 4, 3),)),
+        Case(put_back(1), (plain(2, 4, 3),)),
+    ),
     "one of each": (CASES["one of each"], CASES["one of each by other rows"]),
     "put into each": (
         CASES["put"],

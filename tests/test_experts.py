@@ -48,6 +48,35 @@ class Noisy(SortedExperts):
         return shares, chosen - 1
 
 
+class Hashed(SortedExperts):
+    """Groups are looked up in a table, as DeepSeek V4's first layers look them up by token."""
+
+    table: Tensor
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__(spelling)
+        self.register_buffer("table", torch.arange(2 * 11).view(11, 2) % 4)
+
+    def groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = self.table[(x.detach().sum(-1).abs() * 9).long() % len(self.table)]
+        return self.router(x).softmax(-1).gather(1, chosen.clamp(min=0)), chosen
+
+
+def test_groups_from_a_table() -> None:
+    checked(lambda: Hashed(Spelling()), streams=True)
+
+
+def test_groups_from_a_table_that_changes() -> None:
+    """Once a number is negative, nothing is known of them, and rows run whole."""
+    own, eager = twins(lambda: SparseDecoder(lambda: Hashed(Spelling()), 1))
+    function, _ = compiled(own)
+    same_step(function, own, eager, batch(2, 13))
+    for number in (3, -1):
+        for table in (*own.buffers(), *eager.buffers()):
+            table[3:, 0] = number
+        same_step(function, own, eager, batch(2, 13))
+
+
 class Running(SortedExperts):
     """Each row takes in those sorted before it."""
 

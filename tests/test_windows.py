@@ -270,6 +270,26 @@ def test_blocks(mixer: Mixer, length: int) -> None:
     check(mixer, length, chunk_size=3, also=(1, 8, 16))
 
 
+class Streams(nn.Module):
+    """Rows that are given, as behind a break in a model: two streams side by side, of which a sum goes into blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.weight = decoders.made(lambda: Mixed(inside_of_blocks)), nn.Linear(2 * WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.weight(x).sigmoid()
+        own = (x.unflatten(-1, (2, WIDTH)) * shares[..., None]).sum(-2)
+        made = inside_of_blocks(self.mixed, own)  # type: ignore[arg-type]
+        return x + (made[..., None, :] * shares[..., None]).flatten(-2)
+
+
+def test_blocks_beside_features_that_are_taken_apart() -> None:
+    """Rows stay single where they are cut into blocks; features that an input has side by side are taken apart all the same."""
+    x = torch.randn(2, LENGTH, 2 * WIDTH, dtype=torch.float64, requires_grad=True)
+    compare(Streams().double(), {"x": x}, chunk_size=3, also=(1, 8, 16))
+
+
 @pytest.mark.parametrize("length", [16, 19])
 def test_blocks_that_see_the_one_before(length: int) -> None:
     """Rows of blocks that stand one block apart are not known to be rows of the sequence again: exact, and whole."""

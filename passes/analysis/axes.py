@@ -23,7 +23,7 @@ from streamfx.errors import StreamFXError, told
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, Scan, Signature, Tile, Whole
+from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
 from streamfx.ir.sizes import numeric, product, shape_of
 from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
@@ -36,6 +36,7 @@ from streamfx.runtime.rng import drawing
 aten = torch.ops.aten
 
 NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_ORDERS = "{target} meets rows that are in two orders, or split in two ways, which do not fit together"
 OTHER_ROWS = "{target} reads rows of one length as rows of another"
 
 # Operators that tell the rows along a dimension apart by their position.
@@ -72,6 +73,8 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
     axes = axes_of(joint)
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
+        along = frozenset((node, i) for node, i in split if _holds(sequence, axes, axes.shapes[node][i]))
+        split = along or split  # features that are taken apart are no rows
         kept = axes_of(joint, split)
         whole = sequence_axis(joint, kept)
         places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
@@ -179,7 +182,7 @@ def _apply_rule(
                 continue
             known = bound.setdefault(letter_dim[0], dim)
             if known is not dim and not table.unify(known, dim):
-                return f"two dimensions of {node.target} are split into rows in ways that do not fit together"
+                return OTHER_ORDERS.format(target=node.target)
     made = []
     for own, letter_shape in zip(call.result_shapes, signature.results, strict=False):
         for size, letter_dim in zip(own, letter_shape, strict=True):
@@ -342,14 +345,15 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
     Views and results take their memory all the same. What is made along a part that is cut out of an axis counts for both.
 
-    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows.
+    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows. One along
+    which numbers are drawn comes last: what has no rows is drawn once, as eager draws it.
     """
     gain: dict[Atom, int] = defaultdict(int)
     barred: set[Atom] = set()
     own, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     stays = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
-        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (Whole, Tile))):
+        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (Whole, Tile, Joined))):
             barred.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             saves = node not in stays and not is_moved_elements(node)
@@ -363,8 +367,9 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     sequences = own & ordered & gain.keys()
     candidates = sequences or (gain.keys() - barred)
     inner = _innermost_axes(joint, axes)
+    drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
     total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
-    ranked = sorted(candidates, key=lambda a: (a in barred, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
+    ranked = sorted(candidates, key=lambda a: (a in barred, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
     return ranked[0] if ranked else None
 
 

@@ -19,19 +19,18 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
-from streamfx.ir.joint import JointGraph, bound_arguments, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Scan, Signature, SingleRow, Tile, Window
-from streamfx.ir.sizes import numeric, product, quotient
+from streamfx.ir.sizes import numeric, product
+from streamfx.passes.analysis.members import join_of
+from streamfx.passes.analysis.whys import why_too_many, why_whole
 from streamfx.passes.operators.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.operators.fillers import FILLERS
 from streamfx.passes.operators.opaque import is_part_of_opaque
-from streamfx.passes.operators.traits import is_expensive, is_moved_elements, is_random
+from streamfx.passes.operators.traits import is_expensive, is_random
 
 aten = torch.ops.aten
 NARROW = 4096  # elements per row up to which positions, rotary tables and labels are made whole, once
-CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
-JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
-MIXES_ROWS = "{target} mixes the rows of the sequence"
 COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
 REDUCES_PAIRS = "rows by keys are reduced over ranks, and which keys a chunk sees is found on each rank by itself"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
@@ -135,8 +134,11 @@ class _Analysis:
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
     def _slots(self, signature: Signature, letters: list[Letter]) -> int:
-        """How many sequence dimensions the operator deals with at once; a letter that is shifted or cut is the same one again."""
+        """How many sequence dimensions the operator deals with at once; what is shifted, cut or joined is one again."""
         again = [(letter, index.of) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        if signature.joined is not None:
+            joined, parts = signature.joined
+            again += [(part, joined) for part, _ in parts.parts]
         return len(letters) - sum(letter in letters and other in letters for letter, other in again)
 
     def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
@@ -231,7 +233,7 @@ class _Analysis:
             return outside
         letters = self._sequence_letters(node)
         if self._slots(signature, letters) > 2 or self._has_double_letter(node):
-            self.reasons[node] = f"{node.target} has more than two sequence dimensions"
+            self.reasons[node] = why_too_many(node, signature, self.axes, letters)
             return outside
         if self._slots(signature, letters) == 2 and self._has_blocks(node, letters):
             if any(self.forms[operand][0] not in (Form.SCALAR, Form.WHOLE) for operand in operands):
@@ -251,21 +253,9 @@ class _Analysis:
             return outside
         if self._must_be_whole(node, signature, roles, made):
             if self._takes_rows(node, signature):
-                self.reasons[node] = self._why_whole(node, signature)
+                self.reasons[node] = why_whole(node, signature, self.axes)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
-
-    def _why_whole(self, node: fx.Node, signature: Signature) -> str:
-        step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
-        if step != 1:
-            return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
-        if signature.windows:
-            return f"{node.target} cuts or pads the sequence to what is worked on in one piece"
-        if signature.tiles:
-            letter, tile = next(iter(signature.tiles.items()))
-            whole, outer = (self.axes.table.size_of_dim(self.axes.letters[node][item]) for item in (tile.of, letter))
-            return CUTS_ROWS.format(target=node.target, size=quotient(whole, outer))
-        return (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS).format(target=node.target)
 
     def _is_narrow(self, shape: Shape) -> bool:
         """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""
@@ -323,7 +313,17 @@ class _Analysis:
         for letter, tile in signature.tiles.items():
             if self._are_own_blocks(node, letter, tile.of):
                 roles[letter] = roles[tile.of] = Role.ROWS
+        if signature.joined is not None and self._stands_in_place(node):
+            letter, joined = signature.joined
+            roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
         return roles
+
+    def _stands_in_place(self, node: fx.Node) -> bool:
+        """Whether rows of the sequence are joined, each behind the one in front of it: a chunk joins its own of each part."""
+        sequence, join = self.axes.sequence, join_of(node, self.axes)
+        if sequence is None or join is None or join.whole not in sequence.members or join.whole in sequence.blocks:
+            return False
+        return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]
 
     def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
         """Whether an axis of blocks is cut out of one of rows such that both have the same part in each chunk."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TypeAlias
 
+from torch import fx
+
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, SequenceAxis
-from streamfx.ir.sizes import Size, numeric
+from streamfx.ir.sizes import Size, numeric, simplified
 from streamfx.runtime.recurrences import Recurrence
 
 Link: TypeAlias = "tuple[Atom, Atom, Size, bool]"
@@ -40,7 +42,7 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
     """
     members: dict[Atom, tuple[Size, Size]] = {main: (0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links = _few_for_each(shift_links(axes))
+    links, joins = _few_for_each(shift_links(axes), axes), _joins(axes)
     grown = True
     while grown:
         grown = False
@@ -48,6 +50,10 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
             own, outer = cut.whole, cut.blocks
             if own in members and own not in blocks and outer not in members and members[own][0] % cut.size == 0:
                 members[outer], blocks[outer] = (members[own][0], axes.table.size(outer)), cut.size
+                grown = True
+        for join in joins:
+            if join.whole not in members and (begin := join.begin(members, blocks)) is not None:
+                members[join.whole] = begin, axes.table.size(join.whole)
                 grown = True
         candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
         sizes: dict[Atom, int] = {}
@@ -63,17 +69,17 @@ def members_of(main: Atom, axes: AxisFacts, cuts: Sequence[Cut] = ()) -> tuple[d
     return members, blocks
 
 
-def _few_for_each(links: list[Link]) -> list[Link]:
-    """Without the parts of an axis that is cut into very many: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled.
+def _few_for_each(links: list[Link], axes: AxisFacts) -> list[Link]:
+    """Without the parts of an axis that is cut in very many places: `x[:1]`, `x[:2]`, ... belong to a loop that was unrolled.
 
     Static values, such as a mask written row by row, may be cut as they like: they are made whole.
     """
-    targets: dict[Atom, set[Atom]] = defaultdict(set)
-    for source, target, _, is_static in links:
+    places: dict[Atom, set[tuple[Size, Size]]] = defaultdict(set)
+    for source, target, start, is_static in links:
         if not is_static:
-            targets[source].add(target)
-            targets[target].add(source)
-    return [link for link in links if max(len(targets[link[0]]), len(targets[link[1]])) <= MOST_PARTS]
+            places[source].add((start, axes.table.size(target)))
+            places[target].add((start, axes.table.size(source)))
+    return [link for link in links if max(len(places[link[0]]), len(places[link[1]])) <= MOST_PARTS]
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,38 @@ def _cuts(axes: AxisFacts, length: Size) -> list[Cut]:
         if not isinstance(length, int) or 2 * lcm(*sizes, size) <= length:
             sizes.append(size)
     return [cut for cut in found if cut.size in sizes]
+
+
+@dataclass(frozen=True)
+class Join:
+    """An axis whose rows are those of others, one behind another: of each of these, how many rows come before."""
+
+    whole: Atom
+    parts: tuple[tuple[Atom, Size], ...]
+
+    def begin(self, members: Mapping[Atom, tuple[Size, Size]], blocks: Container[Atom]) -> Size | None:
+        """Where the first row stands, if all rows are rows of the sequence, each behind the one in front of it."""
+        if any(part not in members or part in blocks for part, _ in self.parts):
+            return None
+        begins = {simplified(members[part][0] - before) for part, before in self.parts}
+        return begins.pop() if len(begins) == 1 else None
+
+
+def _joins(axes: AxisFacts) -> list[Join]:
+    return [join for node in axes.signatures if (join := join_of(node, axes)) is not None]
+
+
+def join_of(node: fx.Node, axes: AxisFacts) -> Join | None:
+    """What an operator joins, if each part has an axis of its own."""
+    found = axes.signatures[node].joined
+    if found is None:
+        return None
+    letter, joined = found
+    dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in joined.parts))]
+    if any(len(dim) != 1 for dim in dims):
+        return None
+    (whole,), *parts = dims
+    return Join(whole, tuple((part, before) for (part,), (_, before) in zip(parts, joined.parts, strict=True)))
 
 
 def shift_links(axes: AxisFacts) -> list[Link]:

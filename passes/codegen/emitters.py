@@ -12,7 +12,7 @@ from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_
 from streamfx.ir.needs import Need
 from streamfx.ir.program import CHUNK, Rows, Same, Shifted
 from streamfx.ir.signature import SingleRow
-from streamfx.ir.sizes import size_of
+from streamfx.ir.sizes import Size, is_never_less, size_of
 from streamfx.passes.codegen.adders import arranged, mean_count
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.codegen.waits import REDUCED
@@ -27,6 +27,7 @@ from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.recurrences import Recurrence, Unrolled
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.sizes import (
     first_in_chunk,
@@ -41,6 +42,10 @@ from streamfx.runtime.truncated import Truncated
 aten = torch.ops.aten
 AGAINST = "{target} runs over the rows in the other direction than what needs it"
 INSIDE_BLOCKS = "{target} takes {block} rows together, and chunks would begin between them"
+NEXT_ROWS = (
+    "{target} takes numbers of the next row where a row ends, as a shift by views does (rel_shift), and nothing proves that "
+    "a mask hides them"
+)
 NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
 
 
@@ -93,15 +98,53 @@ def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _first(builder: BodyBuilder, node: fx.Node, position: int) -> Any:
-    """The first index that a part has along a dimension."""
-    axes, roles = builder.layout.axes, builder.layout.demand.roles.get(node, {})
-    for letter in axes.signatures[node].results[0][position]:
-        if roles.get(letter) is Role.ROWS:
-            return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
-        if roles.get(letter) is Role.KEYS:
-            span = builder.layout.span(node, builder.asked)
-            return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
-    return 0
+    """The first index that a part has along a dimension of the result."""
+    letters = builder.layout.axes.signatures[node].results[0][position]
+    return next((first for letter in letters if (first := _first_of(builder, node, letter)) is not None), 0)
+
+
+def _first_of(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+    """The first index that a part has along a letter; None where it has all of it."""
+    axes, role = builder.layout.axes, builder.layout.demand.roles.get(node, {}).get(letter)
+    if role is Role.ROWS:
+        return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
+    if role is Role.KEYS:
+        span = builder.layout.span(node, builder.asked)
+        return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
+    return None
+
+
+@emits(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
+def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """The part's first row begins further left than the first of all, and its first column further right."""
+    (operand,) = builder.operands(node)
+    dim, first, columns = _sizes(node)
+    if not _stays_in_rows(builder, node, dim, first):
+        raise RunsWhole(node, NEXT_ROWS.format(target=node.target))
+    row, column = (_first_of(builder, node, letter) or 0 for letter in (dim, dim + 1))
+    if node.target is RELATIVE_SHIFT:
+        columns = builder.letter_size(node, dim + 1)
+    arguments = (operand, dim, builder.number(first - row + column), builder.number(columns))
+    return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    """The arguments behind the first as sizes."""
+    return [size_of(item.meta["val"]) if isinstance(item, fx.Node) else item for item in node.args[1:]]
+
+
+def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
+    """Whether a chunk takes nothing beyond the end of its last row: there is nothing, or its keys end before that."""
+    layout, roles = builder.layout, builder.layout.demand.roles.get(node, {})
+    letters = layout.axes.letters[node]
+    width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
+    if dim not in roles or is_never_less(width, first + columns):
+        return True
+    high = layout.span(node, builder.asked).high if roles.get(dim + 1) is Role.KEYS else None
+    if high is None:
+        return False
+    apart = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
+    return is_never_less(width, first + apart + high + 1)
 
 
 @emits(aten.select.int, aten.select_backward.default)

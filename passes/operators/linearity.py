@@ -26,6 +26,7 @@ from streamfx.ir.joint import bound_arguments, results_of
 from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.traits import MOVES_ELEMENTS
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
 Condition: TypeAlias = "Callable[[Any], bool]"
@@ -169,6 +170,8 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.slice.Tensor: (_in("self", **_any("dim", "start", "end", "step")),),
     aten.slice_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "start", "end", "step")),),
     aten.select.int: (_in("self", dim=anything, index=anything),),
+    RELATIVE_SHIFT: (_in("x", **_any("dim", "first", "columns")),),
+    RELATIVE_SHIFT_BACKWARD: (_in("gradient", **_any("dim", "first", "width")),),
     aten.select_backward.default: (_in("grad_output", **_any("input_sizes", "dim", "index")),),
     aten.constant_pad_nd.default: (_in("self", "value", pad=anything),),
     aten.split.Tensor: (_in("self", split_size=anything, dim=anything),),

@@ -79,7 +79,7 @@ def place(
     """Distribute all that `outputs` need, down to `available` values, over loops."""
     available = functools.cache(available)  # nothing is made in between
     outputs = list(outputs)
-    nodes = _closure(outputs, available, order)
+    nodes = _closure(outputs, available, order, layout)
     values = [node for node in nodes if is_tensor(node)]
     placed = placed_values(
         values, table_of(values, available, layout, reverse), _asked_for(outputs, nodes, values, layout), layout
@@ -130,8 +130,13 @@ def loops_of(table: Table, levels: Levels) -> int:
     return 1 + max((level for level, value in zip(levels, table, strict=True) if value.is_in_loop), default=-1)
 
 
-def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Values (not sizes) between `available` ones and the outputs, in program order."""
+def _closure(
+    outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int], layout: Layout
+) -> list[fx.Node]:
+    """Values (not sizes) between `available` ones and the outputs, in program order.
+
+    The step's seed is one where a loop draws. What is drawn between loops is drawn as it stood, as eager draws it.
+    """
     found: set[fx.Node] = set()
     todo = list(outputs)
     while todo:
@@ -140,7 +145,7 @@ def _closure(outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], o
             continue
         found.add(node)
         todo.extend(node.all_input_nodes)
-        if "streamfx_draw" in node.meta:
+        if "streamfx_draw" in node.meta and is_loop_value(node, layout):
             todo.append(node.meta["streamfx_draw"][0])
     return sorted(found, key=order.__getitem__)
 

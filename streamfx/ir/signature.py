@@ -58,7 +58,14 @@ class Tile:
     of: Letter
 
 
-Index: TypeAlias = Whole | Scan | SingleRow | Window | Tile
+@dataclass(frozen=True)
+class Joined:
+    """Its rows are those of other letters, one behind another: of each of these, how many rows come before."""
+
+    parts: tuple[tuple[Letter, Size], ...]
+
+
+Index: TypeAlias = Whole | Scan | SingleRow | Window | Tile | Joined
 
 
 def whole(*letters: Letter) -> dict[Letter, Index]:
@@ -97,6 +104,11 @@ class Signature:
     @cached_property
     def tiles(self) -> dict[Letter, Tile]:
         return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
+
+    @property
+    def joined(self) -> tuple[Letter, Joined] | None:
+        """The letter whose rows are those of others, if there is one."""
+        return next(((letter, index) for letter, index in self.index.items() if isinstance(index, Joined)), None)
 
     def letters(self) -> set[Letter]:
         return _of((*self.operands, *self.results))

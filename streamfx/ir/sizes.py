@@ -54,6 +54,11 @@ def quotient(whole: Size, part: Size) -> Size | None:
     )
 
 
+def is_never_less(size: Size, than: Size) -> bool:
+    """Whether a size is provably no less than another for every value of the symbols."""
+    return bool(sympy.expand(size - than).is_nonnegative)
+
+
 def numeric(size: Size, symbol_value: int = 16) -> int:
     """A number for weighing costs, with every symbol at some plain value; never for deciding what is right."""
     if isinstance(size, int):

@@ -11,6 +11,7 @@ from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
+from streamfx.passes.analysis.whys import CUTS, JOINS, PUTS, TAKES
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.hub_kernels import is_attention
 from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
@@ -28,6 +29,11 @@ NO_RULE = (
     "streamfx.register_recurrence)"
 )
 RANKS = "what lies between two such operators streams"
+PARTS = "keep the parts in a dimension of their own (torch.stack, unflatten), so that rows stay rows of one sequence"
+BY_NUMBER = (
+    "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
+    "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
+)
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
 RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
 KERNEL = (
@@ -35,6 +41,10 @@ KERNEL = (
     "it does with rows: streamfx.register_recurrence where it has a state, else streamfx.register_rule"
 )
 WRITES = "wrap it in an operator that returns what it writes, and tell what that does with rows: streamfx.register_rule"
+ON_HOST = (
+    "keep numbers of the data in tensors: .item() and .tolist() hand them to Python. Of experts, grouped products take counts as "
+    "tensors (torch.nn.functional.grouped_mm, by where groups end)"
+)
 IN_ORDER = "give the operator memory that lies in the order of its dimensions: x.contiguous()"
 ATTENTION = (
     'attn_implementation="sdpa" streams, and so do "flash_attention_2" and "flex_attention"; or give the operator a rule '
@@ -56,8 +66,12 @@ NO_SEQUENCE = "compile a larger part of the model in one graph, so that its atte
 
 OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
 
+OF_FAMILIES = {CUTS: PARTS, JOINS: PARTS, TAKES: BY_NUMBER, PUTS: BY_NUMBER}
+
 ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint helps nobody with a kernel
     "RNN, GRU, or LSTM": RECURRENT,
+    "aten._local_scalar_dense": ON_HOST,
+    "Tensor.item()": ON_HOST,
     "torch.compiler.disable": KERNEL,
     "created with pybind": KERNEL,
     "does not support running with fake tensors": NO_SHAPES,
@@ -109,9 +123,9 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     if _is_of_recurrent_layer(node):
         return RECURRENT
     signature = facts.axes.signatures.get(node)
-    if signature is not None and signature.whole:
-        return MIXES
-    return OTHER
+    if signature is None or not signature.whole:
+        return OTHER
+    return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
 
 
 def _advice_on_opaque(node: fx.Node) -> str:

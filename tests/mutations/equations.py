@@ -190,6 +190,14 @@ OPERANDS = (
     ),
     Mutation(
         "11",
+        "a table of whole numbers holds numbers of rows",
+        "streamfx/constants.py",
+        "    return PLACES if least.item() >= 0 and most.item() <= MOST_COUNTED else None\n",
+        "    return PLACES\n",
+        ("test_experts.py::test_groups_from_a_table_that_changes",),
+    ),
+    Mutation(
+        "11",
         "a sum into rows begins with nothing",
         "passes/canonicalization/row_numbers.py",
         "    if index is None or not adds or not is_zero(base):\n",

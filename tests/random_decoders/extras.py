@@ -182,6 +182,46 @@ OVER_KEYS: dict[str, tuple[str, ...]] = {
     }.items()
     for shown, mask in {"earlier": "w.tril()", "near": "(w * ((d >= 0) & (d < 3)))"}.items()
 }
+_SCORES = "s = x @ (torch.sin(torch.arange({wide})[:, None] * torch.arange(1.0, x.shape[-1] + 1)).to(x) @ self.square).T"
+# scores by distance that are shifted row by row, of which a mask shows some afterwards
+SHIFTED: dict[str, tuple[str, ...]] = {
+    f"{name}, {shown}": (
+        _SCORES.format(wide=wide),
+        f"s = ({padded}).view(b, -1, t)[:, 1:].reshape(b, t, -1)[..., :{columns}]",
+        f"term = ({made}).square().mean()",
+    )
+    for name, wide, padded, columns in (
+        ("both ways", "2 * t", "s", "t"),
+        ("both ways behind zeros", "2 * t - 1", "F.pad(s, (1, 0))", "t"),
+        ("to the left", "t", "F.pad(s, (1, 0))", "t"),
+        ("to the left and one more", "t + 1", "F.pad(s, (1, 0))", "t"),
+    )
+    for shown, made in {
+        "earlier": "s.masked_fill(at > at[:, None], -torch.inf).softmax(-1) @ x",
+        "earlier and one more": "s.masked_fill(at > at[:, None] + 1, -torch.inf).softmax(-1) @ x",
+        "near": "s.masked_fill((at > at[:, None]) | (at < at[:, None] - 2), -torch.inf).softmax(-1) @ x",
+        "all": "s.softmax(-1) @ x",
+        "a triangle": "s.tril() @ x",
+        "later": "s.triu() @ x",
+        "of queries": "s.tril().transpose(1, 2) @ x",
+        "summed": "s.tril().sum(1) + s.sum(2)",
+    }.items()
+}
+# parts of rows, one behind another as they stood, or otherwise
+JOINED: dict[str, tuple[str, ...]] = {
+    name: (f"z = torch.cat([{parts}], 1)", f"term = ({made}).square().mean()")
+    for name, parts, made in (
+        ("blocks in turn", "x[:, i : i + 3].cumsum(1) for i in range(0, t, 3)", "z * x"),
+        ("blocks that attend", "(y @ y.mT).softmax(-1) @ y for y in x.split(4, 1)", "z * x.cos()"),
+        ("halves swapped", "x[:, t // 2 :].sin(), x[:, : t // 2]", "z * x"),
+        ("blocks backwards", "x[:, max(i - 3, 0) : i].sin() for i in range(t, 0, -3)", "z * x"),
+        ("one block left out", "x[:, : t // 2].sin(), x[:, t // 2 + 1 :]", "z.cumsum(1)"),
+        ("blocks that overlap", "x[:, : t // 2 + 1].sin(), x[:, t // 2 :]", "z.cumsum(1)"),
+        ("a block twice", "x[:, : t // 2].sin(), x[:, : t - t // 2]", "z * x"),
+        ("blocks of later rows", "x[:, t // 3 : t // 2].sin(), x[:, t // 2 :]", "z.cumsum(1)"),
+        ("of two values", "x[:, : t // 2].sin(), x.cos()[:, t // 2 :]", "z @ z.mT"),
+    )
+}
 LOOKED_UP: dict[str, tuple[str, ...]] = {  # what is zero where a key is hidden, and is a number of a row all the same
     name: ("n = ((labels[..., None] + labels[:, None]) % 2) * (at <= at[:, None])", f"term = ({made} * x).square().mean()")
     for name, made in {
@@ -337,4 +377,18 @@ FEATURES: dict[
     "turned": (1, "feats.flip(-1)"),
 }
 PARAMETERS = {"shift": 0, "one": 1, "two": 1, "square": 2, "another": 2}  # by name: how many dimensions of the width
-LINES = {**EXTRAS, **APART, **ASSERTED, **PLACES, **ENDS, **PAIRS, **OVER_KEYS, **LOOKED_UP, **NUMBERS, **FEW, **HALVES}
+LINES = {
+    **EXTRAS,
+    **APART,
+    **ASSERTED,
+    **PLACES,
+    **ENDS,
+    **PAIRS,
+    **OVER_KEYS,
+    **LOOKED_UP,
+    **SHIFTED,
+    **JOINED,
+    **NUMBERS,
+    **FEW,
+    **HALVES,
+}

@@ -19,11 +19,13 @@ from tests.random_decoders.extras import (
     FEATURES,
     FEW,
     HALVES,
+    JOINED,
     LOOKED_UP,
     NUMBERS,
     OVER_KEYS,
     PAIRS,
     PLACES,
+    SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
@@ -195,6 +197,8 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "pairs": partial(_beside, extras=PAIRS),
     "looked up": partial(_beside, extras=LOOKED_UP),
     "over keys": partial(_beside, extras=OVER_KEYS),
+    "shifted": partial(_beside, extras=SHIFTED),
+    "joined": partial(_beside, extras=JOINED),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -222,6 +226,8 @@ OFTEN = (
     "halves",
     "looked up",
     "over keys",
+    "shifted",
+    "joined",
     "views",
     "stages",
     "whole",

@@ -59,7 +59,7 @@ def gather(call: Call) -> Signature | None:
     return Signature((looked, letters), (letters,), index=whole(rank))
 
 
-@rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
+@rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
 def scatter(call: Call) -> Signature | None:
     """The mirror of `gather`: the written dimension is needed whole on the target's side."""
     rank, dim = len(call.shape), call.arguments()["dim"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node
-from streamfx.ir.signature import Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
+from streamfx.ir.signature import Index, Joined, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
 from streamfx.torch_private.sizes import is_negative
@@ -169,10 +169,11 @@ def _is_alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The shape that a row is taken from, or put into, with the dimension; and which row."""
+    """The shape that a row is taken from, or put into, with that of the row and the dimension; and which row."""
+    operand = shape_of_node(node_argument(node))
     if node.target in (aten.select.int, aten.slice.Tensor):
-        return (shape_of_node(node_argument(node)), *node.args[1:2]), *node.args[2:]
-    return tuple(node.args[1:3]), *node.args[3:]
+        return (operand, shape_of_node(node), *node.args[1:2]), *node.args[2:]
+    return (operand, *node.args[1:3]), *node.args[3:]
 
 
 def _whole_along(call: Call, dim: int, rank: int, results: int = 1) -> Signature:
@@ -275,17 +276,20 @@ def split(call: Call) -> Signature:
 
 @rule(aten.cat.default, aten.stack.default)
 def cat(call: Call) -> Signature:
-    """Joined along one dimension, which is needed whole on both sides."""
+    """Joined along one dimension, which is needed whole on both sides, unless the parts are cut out of one sequence."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     result = _own_letters(rank)
     if call.node.target is aten.stack.default:
         return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=whole(dim))
-    fresh = count(rank)
-    operands = tuple(
-        (*result[:dim], (next(fresh),), *result[dim + 1 :]) if len(shape) == rank else ((next(fresh),),) for shape in call.shapes
-    )
-    return Signature(operands, (result,), index=whole(dim, *range(rank, next(fresh))))
+    parts = range(rank, rank + len(call.shapes))
+    pairs = list(zip(parts, call.shapes, strict=True))
+    operands = tuple((*result[:dim], (part,), *result[dim + 1 :]) if len(shape) == rank else ((part,),) for part, shape in pairs)
+    index: dict[Letter, Index] = whole(dim, *parts)
+    if all(len(shape) == rank for shape in call.shapes):
+        lengths = [shape[dim] for shape in call.shapes]
+        index[dim] = Joined(tuple(zip(parts, accumulate(lengths[:-1], initial=0), strict=True)))
+    return Signature(operands, (result,), index)
 
 
 @rule(aten.repeat.default)

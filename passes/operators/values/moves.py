@@ -10,6 +10,7 @@ import torch
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import LONGEST, Range, activation, constant, everything, hull
 from streamfx.passes.operators.values.transfer import Call, longest, range_of_argument, structural
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
 ZERO = constant(0)
@@ -158,6 +159,16 @@ def _masked_scatter(call: Call) -> Range:
 @structural(aten.slice_backward.default, takes="grad_output input_sizes dim start end step")
 def _slice_backward(call: Call) -> Range:
     return hull(call.range("grad_output"), ZERO)
+
+
+@structural(RELATIVE_SHIFT, takes="x dim first columns")
+def _relative_shift(call: Call) -> Range:
+    return call.range("x")
+
+
+@structural(RELATIVE_SHIFT_BACKWARD, takes="gradient dim first width")
+def _relative_shift_backward(call: Call) -> Range:
+    return hull(call.range("gradient"), ZERO)
 
 
 @structural(aten.select_backward.default, takes="grad_output input_sizes dim index")

@@ -18,6 +18,7 @@ sample(aten.scatter_add.default, aten.scatter.src)(
     lambda s: (s.draw(s.b, s.t, s.v), 2, s.integers(s.v, s.b, s.t, 1), s.draw(s.b, s.t, 1))
 )
 sample(aten.scatter.value)(lambda s: (s.draw(s.b, s.t, s.v), 2, s.integers(s.v, s.b, s.t, 1), 3.0))
+sample(aten.scatter_reduce.two)(lambda s: (s.draw(s.b, s.t, s.v), 2, s.integers(s.v, s.b, s.t, 1), s.draw(s.b, s.t, 1), "amax"))
 sample(aten.index_select.default)(lambda s: (s.draw(s.b, s.t, s.d), 1, s.integers(s.t, s.k)))
 sample(aten.index_select.default)(lambda s: (s.draw(s.b, s.t, s.d), 1, torch.tensor(s.t - 1)))
 for looked_up in (aten.index.Tensor, aten._unsafe_index.Tensor):

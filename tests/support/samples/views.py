@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.samples.registry import Sizes, sample
 
 aten = torch.ops.aten
@@ -94,3 +95,7 @@ sample(aten.repeat.default)(lambda s: (s.draw(s.b, s.t, s.d), [1, 3, 1]))
 sample(aten.repeat.default)(lambda s: (s.draw(s.t, s.d), [s.b, 2, 2]))
 sample(aten.view.dtype)(lambda s: (s.draw(s.b, s.t, s.d), torch.int64))
 sample(aten.view.dtype)(lambda s: (s.draw(s.b, s.t, s.d), torch.int16))
+sample(RELATIVE_SHIFT)(lambda s: (s.draw(s.b, s.t, s.t + s.k), 1, s.t, s.k))
+sample(RELATIVE_SHIFT)(lambda s: (s.draw(s.t, s.t + s.k, s.b), 0, s.t - 1, s.k))
+sample(RELATIVE_SHIFT_BACKWARD)(lambda s: (s.draw(s.b, s.t, s.k), 1, s.t, s.t + s.k))
+sample(RELATIVE_SHIFT_BACKWARD)(lambda s: (s.draw(s.t, s.k, s.b), 0, s.t - 1, s.t + s.k + 2))

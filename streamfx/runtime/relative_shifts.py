@@ -1,0 +1,65 @@
+"""Scores by distance as scores by key: each row begins a column further left than the row in front of it.
+
+    relative_shift(x [.. t w ..], first, columns) -> y [.. t columns ..]        y[i, j] = x[i, first - i + j]
+    relative_shift_backward(dy, first, width) -> dx [.. t width ..]             its adjoint: zeros beside what y takes
+
+Rows and columns are the dimensions `dim` and `dim + 1`. What y takes beyond the end of a row are the first columns of the next.
+Some rows and columns of y are the same operator with another `first`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("streamfx", "FRAGMENT")
+_library.define("relative_shift(Tensor x, int dim, SymInt first, SymInt columns) -> Tensor")
+_library.define("relative_shift_backward(Tensor gradient, int dim, SymInt first, SymInt width) -> Tensor")
+
+
+def shifted(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
+    return _shown(_in_order(x, dim), dim, first, columns).clone(memory_format=torch.contiguous_format)
+
+
+def gradient_of_shifted(gradient: Tensor, dim: int, first: int, width: int) -> Tensor:
+    made = gradient.new_zeros(_with_columns(gradient, dim, width))
+    _shown(made, dim, first, gradient.shape[dim + 1]).copy_(gradient)
+    return made
+
+
+def _in_order(x: Tensor, dim: int) -> Tensor:
+    """With its rows behind one another in memory."""
+    return x if x.stride(dim) == x.shape[dim + 1] * x.stride(dim + 1) else x.contiguous()
+
+
+def _shown(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
+    """What `shifted` takes of x, as a view: no two of its elements are one."""
+    rows, width, step = x.shape[dim], x.shape[dim + 1], x.stride(dim + 1)
+    shape, strides = _with_columns(x, dim, columns), list(x.stride())
+    if 0 in shape:
+        return x.new_empty(shape)
+    last = first + (rows - 1) * (width - 1) + columns
+    if first < 0 or last > rows * width or (columns >= width and rows > 1):
+        raise ValueError(f"a shift of {rows} rows of {width} columns has no {columns} columns from number {first} on")
+    strides[dim] -= step
+    return x.as_strided(shape, strides, x.storage_offset() + first * step)
+
+
+def _with_columns(x: Tensor, dim: int, columns: int) -> list[int]:
+    return [*x.shape[: dim + 1], columns, *x.shape[dim + 2 :]]
+
+
+def _like(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
+    return x.new_empty(_with_columns(x, dim, columns))
+
+
+def _register(name: str, function: Any) -> Any:
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
+    return getattr(torch.ops.streamfx, name).default
+
+
+RELATIVE_SHIFT = _register("relative_shift", shifted)
+RELATIVE_SHIFT_BACKWARD = _register("relative_shift_backward", gradient_of_shifted)

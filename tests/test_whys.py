@@ -1,0 +1,102 @@
+"""What an operator does with rows that a chunk cannot, in a user's words, with what to write in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import streamfx
+from streamfx.report.reasons import BY_NUMBER, MIXES, ON_HOST, OTHER, PARTS, advice_on_break, obstacles
+from tests.support.decoders import VOCABULARY, Decoder
+from tests.support.decoders.fused import CausalHeads
+from tests.support.exactness import compare
+
+
+class Mixed(Decoder):
+    """Attention, and behind it something that is done with all rows of x [b t d]."""
+
+    attention = CausalHeads
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        x = super().hidden(x, **more)
+        return x + self.mix(x)
+
+
+def order(x: Tensor) -> Tensor:
+    return x.detach().sum((0, 2)).argsort()
+
+
+def taken(x: Tensor) -> Tensor:
+    return x[:, torch.arange(3) * 5].sin().mean(1, keepdim=True).expand_as(x)
+
+
+def put(x: Tensor) -> Tensor:
+    return torch.ones_like(x).index_put((torch.arange(x.shape[0])[:, None], order(x)), x.sin())
+
+
+def read_otherwise(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], x.shape[2], -1).mT.sin()
+
+
+def largest(x: Tensor) -> Tensor:
+    """Rows of groups, as BLT reduces bytes to patches."""
+    groups = order(x).remainder(5)[None, :, None].expand_as(x)
+    found = x.new_zeros(x.shape[0], 5, x.shape[2]).scatter_reduce(1, groups, x.sin(), "amax", include_self=False)
+    return found.sum(1, keepdim=True).expand_as(x)
+
+
+def attended(x: Tensor) -> Tensor:
+    queries = torch.ones(x.shape[0], 1, 3, x.shape[2], dtype=x.dtype).cumsum(2)
+    return F.scaled_dot_product_attention(queries, x[:, None], x[:, None]).mean((1, 2))[:, None].expand_as(x)
+
+
+def parts(x: Tensor) -> Tensor:
+    one, two, three = x.split([7, 5, 7], 1)
+    return torch.cat([three.sin(), two, one], 1)
+
+
+WHYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "parts": (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
+    "by number": (taken, "takes rows by number, from anywhere in the sequence", BY_NUMBER),
+    "put by number": (put, "puts rows by number, anywhere in the sequence", BY_NUMBER),
+    "largest by number": (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),
+    "turned": (lambda x: x.flip(1).sin(), "puts the rows of the sequence in another order", MIXES),
+    "sorted": (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
+    "other queries": (attended, "has queries that are no rows of the sequence", MIXES),
+    "other rows": (
+        lambda x: x.reshape(x.shape[0], x.shape[2], -1).mT.sin(),
+        "reads rows of one length as rows of another",
+        OTHER,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHYS)
+def test_why(name: str) -> None:
+    mix, found, do = WHYS[name]
+    ids = torch.randint(0, VOCABULARY, (2, 19))
+    report = compare(Mixed(mix).double(), {"ids": ids, "labels": ids}, streams=False)
+    told = [(item.found, item.do) for facts in report.facts for item in obstacles(facts).values()]
+    assert any(found in text and advice == do for text, advice in told), told
+
+
+def test_numbers_that_reach_python() -> None:
+    """Counts of rows that the host reads break the graph: the break says what to do instead."""
+
+    def function(x: Tensor) -> Tensor:
+        counts = (x[..., 0] > 0).sum(0).tolist()
+        return sum(part.square().sum() for part in x.split([counts[0], len(x) - counts[0]]))  # type: ignore[return-value]
+
+    report = streamfx.explain(function, torch.randn(6, 2, requires_grad=True))
+    breaks = report.summary()["break_reasons"]
+    assert any(ON_HOST in item["do"] for item in breaks), breaks
+    assert advice_on_break("anything else", "a hint") == "a hint"
