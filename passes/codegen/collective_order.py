@@ -19,6 +19,7 @@ from streamfx.runtime.loop import Loop
 from streamfx.torch_private.lines import source_line
 
 AS_IT_STANDS = "as it stands"  # said of a graph without a program
+NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
 
 
 def order_with_chunks(facts: Facts, group: str) -> str:
@@ -64,7 +65,7 @@ def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
 
 def _numbers(facts: Facts, group: str) -> dict[str, str]:
     """By name, the number of each collective of a group among those of the traced graph."""
-    return {node.name: f"{_name(node)} number {i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
+    return {node.name: f"{_name(node)}{NUMBER}{i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
 
 
 def _values_sent(node: fx.Node) -> list[str]:
