@@ -133,7 +133,11 @@ def test_recurrent_layers_on_two_devices() -> None:
     found = reported("two_devices", options={"chunk_size": 48}, kind="recurrent", length=128)
     assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
     devices = dict(found["devices"])
-    assert devices == {"layers_forward": ["cuda:0", "cuda:1"], "head_forward": ["cuda:1"], "layers_backward": ["cuda:0", "cuda:1"]}
+    assert devices == {
+        "layers_forward": ["cuda:0", "cuda:1"],
+        "head_forward": ["cuda:1"],
+        "layers_backward": ["cuda:0", "cuda:1"],
+    }
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from streamfx.errors import OptionError, RanksDiffer
 from tests.support.collectives import data_of, worst
-from tests.support.over_ranks import facts_of, one_of_many
+from tests.support.over_ranks import everybody, facts_of, one_of_many
 from tests.support.ranks import on_ranks
 from tests.support.stateful.averages import averages
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
     def handed_on(self, state: Tensor) -> Tensor:
         """The state of each rank, by rank."""
-        return all_gather_tensor_autograd(state[None].contiguous(), 0, dist.group.WORLD)
+        return all_gather_tensor_autograd(state[None].contiguous(), 0, everybody())
 
 
 # -- linear recurrences: all ranks at once
@@ -78,10 +78,10 @@ class Linear(Layer):
 
 class Associative(Linear):
     def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        made: tuple[Tensor, Tensor] = associative_scan(
+        made: Any = associative_scan(
             lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]), (decay, x), 1, combine_mode="generic"
         )
-        return made
+        return made  # type: ignore[no-any-return]
 
 
 class Sums(Linear):
@@ -124,17 +124,22 @@ class InTurn(Layer):
         if self.is_alone:
             return self.rows(x, state)[0]
         rank, last = dist.get_rank(), dist.get_world_size() - 1
+        state = state if rank == 0 else self.unread(x, state)
         for turn in range(last):
             if turn == rank:
                 made, state = self.rows(x, state)
-            state = self.handed_on(state if turn == rank else self.nothing(x, state))[turn]
+            state = self.sent(state, turn)
         return self.rows(x, state)[0] if rank == last else made + 0 * state.flatten()[0]
+
+    def sent(self, state: Tensor, turn: int) -> Tensor:
+        """What the rank in turn has left. Each sends what it was sent before, so that there is one order for all that is sent."""
+        return self.handed_on(state)[turn]
 
     def begin(self, first: Tensor, x: Tensor) -> Tensor:
         return first[0].expand(len(x), -1)
 
-    def nothing(self, x: Tensor, state: Tensor) -> Tensor:
-        """What a rank sends when it is not its turn: like a state, and made of data, as states are."""
+    def unread(self, x: Tensor, state: Tensor) -> Tensor:
+        """What a rank sends first, which nobody reads: like a state, and made of data, as states are."""
         return x.mean(1).expand_as(state)
 
     def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,35 +182,22 @@ class Operator(InTurn):
 class Shifted(Scan):
     """A state goes to the next rank alone."""
 
-    def mix(self, x: Tensor) -> Tensor:
-        state = self.begin(self.first, x)
-        if self.is_alone:
-            return self.rows(x, state)[0]
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for turn in range(world):
-            if turn == rank:
-                made, state = self.rows(x, state)
-            if turn < world - 1:
-                state = self.sent(state, x, turn)
-        return made if rank == world - 1 else made + 0 * state.flatten()[0]
-
-    def sent(self, state: Tensor, x: Tensor, turn: int) -> Tensor:
-        rank, sizes = dist.get_rank(), [0] * dist.get_world_size()
-        given, taken = list(sizes), list(sizes)
+    def sent(self, state: Tensor, turn: int) -> Tensor:
+        rank, given, taken = dist.get_rank(), [0] * dist.get_world_size(), [0] * dist.get_world_size()
         if rank == turn:
             given[turn + 1] = state.numel()
         if rank == turn + 1:
             taken[turn] = state.numel()
-        out = (state if rank == turn else x.mean(1)[:0]).flatten()
-        got = all_to_all_single_autograd(out, taken, given, dist.group.WORLD)
+        own = state.flatten()
+        got = all_to_all_single_autograd(own if rank == turn else own[:0], taken, given, everybody())
         return got.view_as(state) if rank == turn + 1 else state + 0 * got.sum()
 
 
 class Weights(Scan):
-    """A mistake: who is not in turn sends what is made of a weight."""
+    """A mistake: what nobody reads is made of a weight."""
 
-    def nothing(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.first[0].expand_as(state)
+    def unread(self, x: Tensor, state: Tensor) -> Tensor:
+        return state
 
 
 class Decoder(nn.Module):
@@ -246,7 +238,13 @@ def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> f
     torch._dynamo.reset()
     truth, model, data = made_of(kind), part_of(kind), data_of(0, sum(rows))
     truth(*data).backward()
-    options = {"chunk_size": chunk, "loss_chunk_size": chunk, "check_passes": True, "strict": True, "bodies": "eager"}
+    options: dict[str, Any] = {
+        "chunk_size": chunk,
+        "loss_chunk_size": chunk,
+        "check_passes": True,
+        "strict": True,
+        "bodies": "eager",
+    }
     run = torch.compile(model, backend="streambp", options=options)
     own = [part.split(list(rows), 1)[rank] for part in data]
     (run(*own) * rows[rank] / sum(rows)).backward()
@@ -326,6 +324,6 @@ def test_what_else_ranks_send_does_not_matter(ranks: None, kind: type[Layer]) ->
     model = part_of(kind, 1)
 
     def loss(ids: Tensor, labels: Tensor) -> Tensor:
-        return all_gather_tensor_autograd(model(ids, labels)[None], 0, dist.group.WORLD).mean()
+        return all_gather_tensor_autograd(model(ids, labels)[None], 0, everybody()).mean()
 
     assert facts_of(loss, data_of(0, ROWS), adjoints=3).truncations
