@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from streamfx.errors import RanksDiffer, StreamFXError, told
-from streamfx.passes.codegen.collective_order import NUMBER
 
+NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
 NOTHING_MORE = "nothing more"  # in the place of a line that a rank does not have
 UNTIL_THEN = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
 

@@ -14,12 +14,12 @@ from streamfx.ir.program import Program
 from streamfx.passes.codegen.outer import TRACED
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import group_of, is_collective
+from streamfx.ranks_differ import NUMBER
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private.lines import source_line
 
 AS_IT_STANDS = "as it stands"  # said of a graph without a program
-NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
 
 
 def order_with_chunks(facts: Facts, group: str) -> str:
