@@ -34,7 +34,14 @@ from streamfx.passes.codegen.collective_order import (
     values_of_weights,
 )
 from streamfx.passes.operators.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
-from streamfx.ranks_differ import failed_elsewhere, failure, nothing_from_others, other_collectives, other_order_than_before
+from streamfx.ranks_differ import (
+    NOTHING_MORE,
+    failed_elsewhere,
+    failure,
+    nothing_from_others,
+    other_collectives,
+    other_order_than_before,
+)
 from streamfx.torch_private.ranks import Changed, Missing, written_by_all
 
 Capture: TypeAlias = "Callable[[], Facts]"
@@ -177,5 +184,5 @@ def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
     """The first rank that runs something else than the first rank, and what both run there."""
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="nothing more")
+    lines = zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue=NOTHING_MORE)
     return (other, *next((one.strip(), another.strip()) for one, another in lines if one != another))

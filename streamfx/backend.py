@@ -17,7 +17,7 @@ from streamfx.attempts import NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
-from streamfx.errors import NotStreamed, OverBudget, RanksDiffer, told
+from streamfx.errors import NotStreamed, OptionError, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import outputs_of
@@ -324,7 +324,7 @@ class Compilation:
             with doing("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=asked)
             check_strict(facts, self.options)
-        except (OverBudget, NotStreamed, RanksDiffer):
+        except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:

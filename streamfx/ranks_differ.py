@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from streamfx.errors import RanksDiffer, StreamFXError, told
 
+NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
+NOTHING_MORE = "nothing more"  # in the place of a line that a rank does not have
 UNTIL_THEN = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
 
 TWO_TOKENS = "each call sequences of two tokens at least, and as many as others (drop_last=True of a DataLoader)"
 ALIKE = ("chunk_size", "loss_chunk_size", "save", "keep_every", "reshard")
+SAME_OPTIONS = (
+    f"give all ranks the same options ({', '.join(ALIKE)}, and a memory_budget only if it is the same), and {TWO_TOKENS}"
+)
+READ_BY_ALL = (
+    "where ranks run code of their own, let the loss of each depend on all that is exchanged (with 0 times what it does not "
+    "need): else it has no part in the backward half of that, and others wait for it, in eager as well"
+)
+OF_DATA = (
+    "where ranks run code of their own, make what they exchange of data on all of them: what is made of a weight alone is "
+    "gathered where weights are"
+)
 
 
 def failed_here(error: BaseException) -> RanksDiffer:
@@ -38,8 +51,17 @@ def other_collectives(rank: int, first: str, other: str) -> RanksDiffer:
     return RanksDiffer(
         "all ranks have to run the same collectives in the same order",
         found=f"{first} on the first rank of a group, {other} on its rank {rank}",
-        do=f"give all ranks the same options ({', '.join(ALIKE)}, and a memory_budget only if it is the same), and {TWO_TOKENS}",
+        do=_what_makes_alike(first, other),
     )
+
+
+def _what_makes_alike(first: str, other: str) -> str:
+    """What helps where ranks differ in a line: in their code, or in what they were asked for."""
+    if NOTHING_MORE in (first, other):
+        return f"{READ_BY_ALL}; {SAME_OPTIONS}"
+    if (NUMBER in first) != (NUMBER in other):
+        return f"{OF_DATA}; {SAME_OPTIONS}"
+    return SAME_OPTIONS
 
 
 def other_order_than_before(before: str) -> RanksDiffer:

@@ -137,7 +137,10 @@ def try_peft() -> None:
         pytest.skip(f"PEFT makes no adapters here: {error}")
 
 
-PARALLEL = ("ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "simple_fsdp", "tensor_parallel")))
+PARALLEL = (
+    "ddp",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "simple_fsdp", "tensor_parallel", "recurrent")),
+)
 
 
 @pytest.mark.parametrize("name", PARALLEL)

@@ -128,6 +128,19 @@ def test_layers_on_two_devices(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+def test_recurrent_layers_on_two_devices() -> None:
+    """Nothing keeps them from sharing a loop: a chunk goes from device to device in it, as in a pipeline."""
+    found = reported("two_devices", options={"chunk_size": 48}, kind="recurrent", length=128)
+    assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
+    devices = dict(found["devices"])
+    assert devices == {
+        "layers_forward": ["cuda:0", "cuda:1"],
+        "head_forward": ["cuda:1"],
+        "layers_backward": ["cuda:0", "cuda:1"],
+    }
+
+
+@pytest.mark.long
 def test_chunks_at_real_sizes() -> None:
     """A GPU is given enough to do: of all bytes that are moved beside products, few are moved for the sake of chunks."""
     found = reported(model="Qwen3-8B", layers=36)

@@ -41,10 +41,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Reads bytes."""
 
-    def __init__(self, layers: int = 2, width: int = 64) -> None:
+    def __init__(self, kind: Callable[[int], nn.Module] = Layer, layers: int = 2, width: int = 64) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256, bias=False)
-        self.layers, self.norm = nn.ModuleList(Layer(width) for _ in range(layers)), nn.RMSNorm(width)
+        self.layers, self.norm = nn.ModuleList(kind(width) for _ in range(layers)), nn.RMSNorm(width)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -56,15 +56,15 @@ class Decoder(nn.Module):
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def compare(prepare: Callable[[nn.Module], Step], groups: int | None = None) -> None:
+def compare(prepare: Callable[[nn.Module], Step], groups: int | None = None, kind: Callable[[int], nn.Module] = Layer) -> None:
     """Train what `prepare` makes of the model, on the ranks that torchrun has started, and a copy of it in one process.
 
-    So many `groups` of ranks have data of their own, by default each rank.
+    So many `groups` of ranks have data of their own, by default each rank. The model has layers of a `kind`.
     """
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    truth = Decoder()
+    truth = Decoder(kind)
     model = copy.deepcopy(truth)
     run = prepare(model)
     count = groups or dist.get_world_size()

@@ -14,6 +14,7 @@ from streamfx.ir.program import Program
 from streamfx.passes.codegen.outer import TRACED
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.collectives import group_of, is_collective
+from streamfx.ranks_differ import NUMBER
 from streamfx.runtime.collectives import begin
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private.lines import source_line
@@ -64,7 +65,7 @@ def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
 
 def _numbers(facts: Facts, group: str) -> dict[str, str]:
     """By name, the number of each collective of a group among those of the traced graph."""
-    return {node.name: f"{_name(node)} number {i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
+    return {node.name: f"{_name(node)}{NUMBER}{i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
 
 
 def _values_sent(node: fx.Node) -> list[str]:

@@ -126,8 +126,8 @@ class _Family:
                 own.add(node)
 
     def _is_apart(self, node: fx.Node) -> bool:
-        """Whether an operator has to do with rows only by putting them together."""
-        return node in self.ends
+        """Whether an operator has to do with rows only by putting them together, or by telling other ranks of them."""
+        return node in self.ends or is_collective(node)
 
     # -- what belongs together
 
@@ -220,7 +220,7 @@ class _Family:
         for roots in {id(roots): roots for roots in together.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
             pairs.append(self._pair(nodes, joins[id(roots)]))
-        return [pair for pair in pairs if not any(map(_runs_once, (*pair.forward, *pair.backward)))]
+        return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]
 
     def _pair(self, nodes: list[fx.Node], joins: list[Joined]) -> Pair:
         inside = set(nodes)
@@ -243,11 +243,6 @@ class _Family:
             self.step,
             self.order,
         )
-
-
-def _runs_once(node: fx.Node) -> bool:
-    """Whether steps with an operator may not be made again: it would draw other numbers, or ask other ranks to do as much."""
-    return is_random(node) or is_collective(node)
 
 
 def _kind(node: fx.Node) -> Any:

@@ -19,15 +19,18 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from streamfx.errors import OptionError
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import descendants
 from streamfx.ir.recurrence import Instruction, Number, Operation, Places, Read, Steps, Truncation, Value
 from streamfx.options import Options
+from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.recurrences.plans import numbers_in
 from streamfx.runtime.associative import AssociativeBackward
 from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.scanned import Scanned, slots
 from streamfx.runtime.stateful import Backward
+from streamfx.torch_private.lines import source_line
 
 ADD = torch.ops.aten.add.Tensor
 
@@ -39,7 +42,7 @@ class Truncations:
 
     def apply(self, facts: Facts) -> Facts:
         rows, sequence = self.options.adjoints, facts.axes.sequence
-        if rows == "exact" or sequence is None or sequence.length in range(rows + 1):
+        if rows == "exact" or sequence is None:
             return facts
         driven, found = descendants(facts.joint.tangents, facts.joint.nodes), dict[fx.Node, Truncation]()
         for node in facts.joint.nodes:
@@ -48,7 +51,31 @@ class Truncations:
                 places = adjoints(run, [source in driven for source in node.args])
                 if any(places):
                     found[node] = Truncation(rows, places)
-        return replace(facts, truncations=found)
+        _refuse_states_of_other_ranks(facts, rows, driven, found)
+        return facts if sequence.length in range(rows + 1) else replace(facts, truncations=found)
+
+
+def _refuse_states_of_other_ranks(facts: Facts, rows: int, driven: Collection[fx.Node], found: Collection[fx.Node]) -> None:
+    """Gradients of states that ranks hand each other have been through all rows of another rank, however few were asked for: they
+    are made of gradients of rows, have no rows themselves, and lead to what is truncated.
+    """
+    nodes = facts.joint.nodes
+    behind_rows = descendants([node for node in nodes if node in driven and _has_rows(node, facts)], nodes)
+    for node in nodes:
+        if is_collective(node) and node in behind_rows and node not in facts.joint.forward:
+            ends = (node, *node.all_input_nodes, *node.users)
+            if not any(_has_rows(end, facts) for end in ends) and not descendants([node], nodes).isdisjoint(found):
+                raise OptionError(
+                    f"adjoints={rows} cannot say how far gradients reach back where ranks hand each other states",
+                    found=f"{node.target} of a gradient that has been through all rows of another rank",
+                    where=source_line(node),
+                    do="give adjoints='exact', or let ranks hand over state.detach(): then each truncates its own gradients",
+                )
+
+
+def _has_rows(node: fx.Node, facts: Facts) -> bool:
+    shape = facts.axes.shapes.get(node)
+    return shape is not None and bool(facts.axes.sequence_dims(shape))
 
 
 @singledispatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -143,13 +143,14 @@ class _Board:
         """Fill in those with a number, once all ranks have written one: hundreds of ranks are asked for at once."""
         absent = [rank for rank in self.ranks if rank not in texts]
         if self.store.check([self._slot(number, rank) for rank in absent]):
-            found = {rank: self._read(self._slot(number, rank)) for rank in absent}
-            texts.update({rank: item for rank, item in found.items() if item is not None and not self._is_taken_back(item)})
+            found = {rank: item for rank in absent if (item := self._read(self._slot(number, rank))) is not None}
+            texts.update({rank: item for rank, item in found.items() if not self._is_taken_back(item, {**texts, **found})})
 
     def _absent(self, number: int) -> str:
         """The ranks whose text has yet to come."""
-        found = {rank: self._read(self._slot(number, rank)) for rank in self.ranks}
-        return ", ".join(str(rank) for rank, item in found.items() if item is None or self._is_taken_back(item))
+        found = {rank: item for rank in self.ranks if (item := self._read(self._slot(number, rank))) is not None}
+        there = {rank for rank, item in found.items() if not self._is_taken_back(item, found)}
+        return ", ".join(str(rank) for rank in self.ranks if rank not in there)
 
     def _left_instead_of(self, text: _Text) -> dict[int, str]:
         """By rank, what was left instead of the text that would go with one about the same subject."""
@@ -158,9 +159,14 @@ class _Board:
         left = {rank: self._read(self._place_left(rank, text.subject)) for rank in self.ranks}
         return {rank: item.text for rank, item in left.items() if item is not None and item.attempt >= text.attempt}
 
-    def _is_taken_back(self, text: _Text) -> bool:
-        """Whether the rank that wrote a text will take it back, once it reads what another has left instead."""
-        return text.subject != self.subject and bool(self._left_instead_of(text))
+    def _is_taken_back(self, text: _Text, beside: Mapping[int, _Text]) -> bool:
+        """Whether the rank that wrote a text will take it back, once it reads what another has left instead: one that has not
+        written about the same beside it. Who has done that has left something since, when it had read them all.
+        """
+        if text.subject == self.subject:
+            return False
+        answered = {rank for rank, item in beside.items() if item.subject == text.subject}
+        return not self._left_instead_of(text).keys() <= answered
 
     def _read(self, key: str) -> _Text | None:
         written = self.store.get(key).decode() if self.store.check([key]) else NOTHING

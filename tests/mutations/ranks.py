@@ -201,8 +201,8 @@ ROWS = (
         "ranks",
         "steps that ask other ranks are made again",
         "passes/recurrences/detection.py",
-        "return is_random(node) or is_collective(node)",
-        "return is_random(node)",
+        "return node in self.ends or is_collective(node)",
+        "return node in self.ends",
         ("test_ranks.py::test_steps_that_ask_other_ranks_are_no_recurrence",),
     ),
     Mutation(

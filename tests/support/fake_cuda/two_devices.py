@@ -1,4 +1,5 @@
-"""A decoder whose first layers lie on one CUDA device and whose last on another, as a program that is given options."""
+"""A decoder whose first layers lie on one CUDA device and whose last on another, as a program that is given options, and the kind
+of its layers."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 from streamfx.inspection.explain import Explanation
 from streamfx.inspection.tracing import traced
@@ -17,7 +19,7 @@ from streamfx.torch_private import FakeTensorMode
 from tests.support.fake_cuda.attention import Device
 from tests.support.fake_cuda.report import loop_report
 
-VOCABULARY, WIDTH, LENGTH = 1000, 512, 2048
+VOCABULARY, WIDTH = 1000, 512
 DEVICES = ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
 
 
@@ -34,15 +36,36 @@ class Layer(nn.Module):
         return made
 
 
-class Decoder(nn.Module):
+class Recurrent(nn.Module):
+    """A state that goes from row to row."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            state = row[0] * state + row[1].tanh()
+            return state, state.clone()
+
+        rows = (self.decay(x).sigmoid(), x)
+        made: Tensor = x + self.out(scan(step, self.first.expand(len(x), -1).clone(), rows, dim=1)[1])
+        return made
+
+
+KINDS = {"attention": Layer, "recurrent": Recurrent}
+
+
+class Decoder(nn.Module):
+    def __init__(self, kind: str) -> None:
         super().__init__()
         with torch.device(DEVICES[0]):
             self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList()
         for device in DEVICES:
             with torch.device(device):
-                self.layers.append(Layer())
+                self.layers.append(KINDS[kind]())
         with torch.device(DEVICES[-1]):
             self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -53,11 +76,11 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids.to(DEVICES[-1])[:, 1:].flatten())
 
 
-def report(options: dict[str, Any]) -> dict[str, Any]:
+def report(options: dict[str, Any], kind: str = "attention", length: int = 2048) -> dict[str, Any]:
     """What streams, and where what loops make lies."""
     Device("h100").install()
     with FakeTensorMode():
-        model, ids = Decoder(), torch.zeros(1, LENGTH, dtype=torch.int64, device=DEVICES[0])
+        model, ids = Decoder(kind), torch.zeros(1, length, dtype=torch.int64, device=DEVICES[0])
         call = traced(model, (ids,), {}, options, False)
     costs, (graph,) = Explanation(call).costs, call.graphs
     loops = [loop_report(loop) for loop in known(graph.facts.program).loops]

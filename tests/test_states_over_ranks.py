@@ -1,0 +1,329 @@
+"""The sequence of a recurrent model lies on several ranks: states go from rank to rank, and their gradients back. Exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
+
+from streamfx.errors import OptionError, RanksDiffer
+from tests.support.collectives import data_of, worst
+from tests.support.over_ranks import everybody, facts_of, one_of_many
+from tests.support.ranks import on_ranks
+from tests.support.stateful.averages import averages
+
+WIDTH, ROWS = 6, 8  # rows of a rank
+
+
+class Layer(nn.Module):
+    """A recurrence over the rows of a sequence, from a first state that is learned; alone, or with a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.mu = nn.Parameter(torch.rand(2, WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.is_alone = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mix(self.norm(x)).tanh())
+
+    def mix(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def handed_on(self, state: Tensor) -> Tensor:
+        """The state of each rank, by rank."""
+        return all_gather_tensor_autograd(state[None].contiguous(), 0, everybody())
+
+
+# -- linear recurrences: all ranks at once
+
+
+class Linear(Layer):
+    """h_t = a_t h_(t-1) + x_t: all ranks begin with nothing, and add afterwards what the ranks before them have left."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        products, h = self.states(self.gate(x).sigmoid(), x)
+        return h + products * self.before(products[:, -1], h[:, -1])[:, None]
+
+    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The products of decays so far, and the states of rows."""
+
+        def step(state: tuple[Tensor, Tensor], row: tuple[Tensor, Tensor]) -> Any:
+            product, h = row[0] * state[0], row[0] * state[1] + row[1]
+            return (product, h), (product.clone(), h.clone())
+
+        zeros = x.new_zeros(len(x), WIDTH)
+        made: tuple[Tensor, Tensor] = scan(step, (zeros + 1, zeros), (decay, x), dim=1)[1]
+        return made
+
+    def before(self, product: Tensor, last: Tensor) -> Tensor:
+        """The state that the first row of this rank begins with."""
+        state = self.first[0].expand_as(last)
+        if self.is_alone:
+            return state
+        is_before = (torch.arange(dist.get_world_size()) < dist.get_rank())[:, None, None]
+        products, states = self.handed_on(product), self.handed_on(last)
+        for decay, own in zip(torch.where(is_before, products, 1.0), torch.where(is_before, states, 0.0), strict=True):
+            state = decay * state + own
+        return state
+
+
+class Associative(Linear):
+    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        made: Any = associative_scan(
+            lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]), (decay, x), 1, combine_mode="generic"
+        )
+        return made  # type: ignore[no-any-return]
+
+
+class Sums(Linear):
+    """A running sum, whose decays are ones."""
+
+    def states(self, decay: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(x), (decay * x).cumsum(1)
+
+
+class Detached(Linear):
+    """No gradient goes to other ranks."""
+
+    def handed_on(self, state: Tensor) -> Tensor:
+        return super().handed_on(state.detach())
+
+
+class Alone(Linear):
+    """Each rank has sequences of its own."""
+
+    def before(self, product: Tensor, last: Tensor) -> Tensor:
+        return self.first[0].expand_as(last)
+
+
+class ReadByFew(Linear):
+    """A mistake: the first rank does not read what it gathers, so that it has no part in the backward half of that."""
+
+    def before(self, product: Tensor, last: Tensor) -> Tensor:
+        state = self.first[0].expand_as(last)
+        for decay, own in zip(*(self.handed_on(part)[: dist.get_rank()] for part in (product, last)), strict=True):
+            state = decay * state + own
+        return state
+
+
+# -- others: one rank after the other
+
+
+class InTurn(Layer):
+    def mix(self, x: Tensor) -> Tensor:
+        state = self.begin(self.first, x)
+        if self.is_alone:
+            return self.rows(x, state)[0]
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        state = state if rank == 0 else self.unread(x, state)
+        for turn in range(last):
+            if turn == rank:
+                made, state = self.rows(x, state)
+            state = self.sent(state, turn)
+        return self.rows(x, state)[0] if rank == last else made + 0 * state.flatten()[0]
+
+    def sent(self, state: Tensor, turn: int) -> Tensor:
+        """What the rank in turn has left. Each sends what it was sent before, so that there is one order for all that is sent."""
+        return self.handed_on(state)[turn]
+
+    def begin(self, first: Tensor, x: Tensor) -> Tensor:
+        return first[0].expand(len(x), -1)
+
+    def unread(self, x: Tensor, state: Tensor) -> Tensor:
+        """What a rank sends first, which nobody reads: like a state, and made of data, as states are."""
+        return x.mean(1).expand_as(state)
+
+    def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of rows from a state on, and the state that they leave."""
+        raise NotImplementedError
+
+
+class Steps(InTurn):
+    """Written row by row."""
+
+    def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        made = []
+        for row in x.unbind(1):
+            state = (0.5 * state + row + state * self.mu).tanh()
+            made.append(state)
+        return torch.stack(made, 1), state
+
+
+class Scan(InTurn):
+    def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            made = torch.tanh(state * self.mu + row[1]) * row[0] + 0.1 * state
+            return made, made.clone()
+
+        state, made = scan(step, state.clone(), (self.gate(x).sigmoid(), x), dim=1)
+        return made, state
+
+
+class Operator(InTurn):
+    """An operator that was declared; it has two states."""
+
+    def begin(self, first: Tensor, x: Tensor) -> Tensor:
+        return first[:, None].expand(-1, len(x), -1)
+
+    def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        made, *last, _ = averages(x.shape[1], self.gate(x).tanh(), x, self.mu, *(part.clone() for part in state))
+        return made, torch.stack(last)
+
+
+class Shifted(Scan):
+    """A state goes to the next rank alone."""
+
+    def sent(self, state: Tensor, turn: int) -> Tensor:
+        rank, given, taken = dist.get_rank(), [0] * dist.get_world_size(), [0] * dist.get_world_size()
+        if rank == turn:
+            given[turn + 1] = state.numel()
+        if rank == turn + 1:
+            taken[turn] = state.numel()
+        own = state.flatten()
+        got = all_to_all_single_autograd(own if rank == turn else own[:0], taken, given, everybody())
+        return got.view_as(state) if rank == turn + 1 else state + 0 * got.sum()
+
+
+class Weights(Scan):
+    """A mistake: what nobody reads is made of a weight."""
+
+    def unread(self, x: Tensor, state: Tensor) -> Tensor:
+        return state
+
+
+class Decoder(nn.Module):
+    def __init__(self, kind: type[Layer], layers: int = 2, vocabulary: int = 17) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        self.layers = nn.ModuleList(kind() for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def made_of(kind: type[Layer], layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    return Decoder(kind, layers).double()
+
+
+def part_of(kind: type[Layer], layers: int = 2) -> Any:
+    """The same model, whose layers have a part of the rows."""
+    model = made_of(kind, layers)
+    for layer in model.layers:
+        layer.is_alone = False
+    return model
+
+
+Case = tuple[type[Layer], int]
+
+
+def errors_of(rank: int, cases: Sequence[Case], rows: Sequence[int] | None = None) -> list[float]:
+    """The largest error of a gradient in each case, in chunks of so many rows; all of it has to stream."""
+    return [error_of(rank, kind, chunk, rows or [ROWS] * dist.get_world_size()) for kind, chunk in cases]
+
+
+def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> float:
+    torch._dynamo.reset()
+    truth, model, data = made_of(kind), part_of(kind), data_of(0, sum(rows))
+    truth(*data).backward()
+    options: dict[str, Any] = {
+        "chunk_size": chunk,
+        "loss_chunk_size": chunk,
+        "check_passes": True,
+        "strict": True,
+        "bodies": "eager",
+    }
+    run = torch.compile(model, backend="streambp", options=options)
+    own = [part.split(list(rows), 1)[rank] for part in data]
+    (run(*own) * rows[rank] / sum(rows)).backward()
+    for parameter, other in zip(model.parameters(), truth.parameters(), strict=True):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        other.grad = torch.zeros_like(other) if other.grad is None else other.grad
+        dist.all_reduce(parameter.grad)
+    return worst(model, truth)
+
+
+LINEAR: list[type[Layer]] = [Linear, Associative, Sums]
+IN_TURN: list[type[Layer]] = [Steps, Scan, Operator, Shifted]
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    """Running sums, and others in turn: a loop over rows, and an operator with two states."""
+    for errors in on_ranks(errors_of, [(Sums, 7), (Steps, 1), (Operator, ROWS)]):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", [*LINEAR, *IN_TURN])
+def test_all_of_them_in_all_chunks(kind: type[Layer], world: int) -> None:
+    cases = [(kind, chunk) for chunk in (1, 7, ROWS)]
+    for errors in on_ranks(errors_of, cases, world=world, limit=480):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Linear, Steps])
+def test_ranks_with_other_numbers_of_rows(kind: type[Layer]) -> None:
+    for errors in on_ranks(errors_of, [(kind, 3)], (5, 9, 6, 7), world=4):
+        assert max(errors) < 1e-12, errors
+
+
+# -- mistakes: eager would wait for ever
+
+
+def refused(rank: int, kind: type[Layer]) -> str:
+    with pytest.raises(RanksDiffer) as error:
+        torch.compile(part_of(kind, 1), backend="streambp", options={"chunk_size": 4})(*data_of(rank, ROWS))
+    return error.value.do
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(ReadByFew, "let the loss of each depend on all that is exchanged"), (Weights, "make what they exchange of data")],
+)
+def test_what_would_not_end_is_refused(kind: type[Layer], words: str) -> None:
+    assert all(words in do for do in on_ranks(refused, kind))
+
+
+# -- truncated adjoints, of one of many ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with one_of_many():
+        yield
+
+
+@pytest.mark.parametrize(
+    "kind", [Linear, pytest.param(Steps, marks=pytest.mark.long), pytest.param(Operator, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("rows", [3, ROWS])
+def test_gradients_of_states_from_other_ranks_are_not_truncated(ranks: None, kind: type[Layer], rows: int) -> None:
+    """They have been through all rows of another rank, also where there are no more rows here than are asked for."""
+    with pytest.raises(OptionError, match=f"adjoints={rows} .*\n.*reduce_scatter.*\n.*handed_on.*\n.*detach"):
+        facts_of(part_of(kind, 1), data_of(0, ROWS), adjoints=rows)
+
+
+@pytest.mark.parametrize("kind", [Detached, Alone])
+def test_what_else_ranks_send_does_not_matter(ranks: None, kind: type[Layer]) -> None:
+    """States without a gradient; a loss that is the mean over ranks."""
+    model = part_of(kind, 1)
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        return all_gather_tensor_autograd(model(ids, labels)[None], 0, everybody()).mean()
+
+    assert facts_of(loss, data_of(0, ROWS), adjoints=3).truncations
