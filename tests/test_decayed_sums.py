@@ -231,6 +231,15 @@ def turned_in_memory(m: Mixed, x: Tensor) -> Tensor:
     return m.out(made.view(x.shape[0], -1).view(made.shape).mT)
 
 
+def of_bits(m: Mixed, x: Tensor) -> Tensor:
+    """~1 is -2, which is true as well: all is hidden, where no number takes the place of the first column."""
+    decays = -F.softplus(m.gate(x)[..., 0])
+    count = decays.shape[-1]
+    turned = (~torch.ones(count, count, dtype=torch.int8).tril()).bool()
+    repeated = decays[..., None].expand(*decays.shape, count).masked_fill(~kept(count, -1), 0)
+    return m.out(repeated.cumsum(-2).masked_fill(turned, -torch.inf).exp() @ x)
+
+
 OTHERS: dict[str, Mixer] = {
     "a row more in each sum": totalled(lambda x: segment_sums(x, strict=0)),
     "a row less in each sum": totalled(lambda x: segment_sums(x, strict=-2)),
@@ -246,6 +255,7 @@ OTHERS: dict[str, Mixer] = {
     "sums of two": totalled(
         lambda x: (x.cumsum(-1)[..., None] - (2 * x).cumsum(-1)[..., None, :]).masked_fill(~kept(x.shape[-1]), -torch.inf)
     ),
+    "a triangle of numbers whose bits are turned": of_bits,
     "weights that are written": written,
     "weights without a gradient": of_frozen_decays,
     "weights without a gradient in part": of_decays_in_part,
@@ -265,6 +275,31 @@ def test_what_only_looks_like_one(name: str, caplog: pytest.LogCaptureFixture) -
     assert "the search for those with weights that decay failed" not in caplog.text
     assert not found(report)
     assert not [node for facts in report.facts for node in facts.joint.nodes if node.target is DECAYED_SUMS]
+
+
+def rows_of_all_heads(m: Mixed, x: Tensor) -> Tensor:
+    b, n, w = x.shape
+    decays = -F.softplus(m.gate(x)[..., :2]).mT
+    rows = x.detach().view(b, n, 1, w).transpose(1, 2).expand(b, 2, n, w)
+    return m.out((segment_sums(decays).exp() @ rows).mean(1)) + x
+
+
+def decays_of_all_heads(m: Mixed, x: Tensor) -> Tensor:
+    b, n, _ = x.shape
+    decays = -F.softplus(m.gate(x)[..., :1]).mT.expand(b, 2, n)
+    return m.out((segment_sums(decays).exp() @ x[:, None].repeat(1, 2, 1, 1)).mean(1)) + x
+
+
+def one_decay(m: Mixed, x: Tensor) -> Tensor:
+    """Of all rows."""
+    decays = -F.softplus(m.gate(x)[:, :1, 0]).expand(x.shape[:2])
+    return m.out(segment_sums(decays).exp() @ x) + x
+
+
+@pytest.mark.parametrize("mixer", [rows_of_all_heads, decays_of_all_heads, one_decay])
+def test_what_is_repeated_before(mixer: Mixer) -> None:
+    """Dimensions that were of one number have as many as the product has."""
+    compared(mixer, length=9, chunk_size=4, streams=None, also=(1, 7))
 
 
 def test_two_rows_in_front() -> None:

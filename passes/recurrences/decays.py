@@ -12,7 +12,7 @@ or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A diagonal that lies elsewher
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.sizes import shape_of
+from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.recurrences.combining import EXAMPLE, is_plain
 from streamfx.torch_private.vmapped import PAD
 
@@ -81,7 +81,7 @@ class Reader:
     def triangle(self, node: Any) -> Triangle | None:
         """Whether truth values are those of a triangle."""
         name = name_of(node)
-        if name in ("invert", "logical_not"):
+        if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE].dtype == torch.bool):
             known = self.triangle(node.args[0])
             found = None if known is None else replace(known, inside=not known.inside)
         elif name in ("tril", "triu"):
@@ -211,9 +211,9 @@ def _expanded(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _with_column(known: Fact, node: fx.Node) -> Fact | None:
-    """What is repeated along one dimension, which is that of the columns from then on."""
-    shape = shape_of(node.meta[EXAMPLE])
-    if len(shape) != len(known.dims):
+    """What is repeated along one dimension, which is that of the columns from then on, and along none that the source has."""
+    shape, own = shape_of(node.meta[EXAMPLE]), shape_of(known.source.meta[EXAMPLE])
+    if len(shape) != len(known.dims) or any(own[place] != size for place, size in _of_source(known.dims, shape)):
         return None
     wide = [i for i, (place, size) in enumerate(zip(known.dims, shape, strict=True)) if place is None and size != 1]
     if not wide:
@@ -221,6 +221,11 @@ def _with_column(known: Fact, node: fx.Node) -> Fact | None:
     if known.kind is not Kind.SOURCE or len(wide) > 1:
         return None
     return replace(known, kind=Kind.REPEATED, dims=tuple(COLUMN if i in wide else place for i, place in enumerate(known.dims)))
+
+
+def _of_source(dims: tuple[Place, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
+    """The dimensions of a source, with their sizes in what was made of it."""
+    return ((place, size) for place, size in zip(dims, shape, strict=True) if place is not None and place != COLUMN)
 
 
 # -- what makes one kind of another

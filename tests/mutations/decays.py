@@ -83,6 +83,20 @@ ROWS = (
         "if False:",
         f"{OTHERS}[another order in memory]",
     ),
+    fault(
+        "bits are turned as truth is",
+        READ,
+        '(name == "invert" and node.meta[EXAMPLE].dtype == torch.bool)',
+        'name == "invert"',
+        f"{OTHERS}[a triangle of numbers whose bits are turned]",
+    ),
+    fault(
+        "what is repeated is its source",
+        READ,
+        "any(own[place] != size for place, size in _of_source(known.dims, shape))",
+        "False",
+        "test_decayed_sums.py::test_what_is_repeated_before[rows_of_all_heads]",
+    ),
     fault("any number in front is zero", FIND, "or apart[2] in (None, 0))", "or True)", f"{STREAMS}[behind_a_number]"),
     fault(
         "a decay that is in no weight has no gradient",
