@@ -98,4 +98,12 @@ ROWS = (
         "        return True\n",
         ("test_joined_parts.py::test_parts_elsewhere",),
     ),
+    Mutation(
+        "joins",
+        "features that are taken apart stay in one piece",
+        "passes/analysis/axes.py",
+        "        split = along or split  # features that are taken apart are no rows\n",
+        "",
+        ("test_windows.py::test_blocks_beside_features_that_are_taken_apart",),
+    ),
 )
