@@ -35,6 +35,7 @@ def _meant(key: str, missing: list[str]) -> str | None:
     >>> names = ["num_attention_heads", "num_hidden_layers", "sliding_window", "pad_token_id"]
     >>> [_meant(key, names) for key in ("num_hiden_layers", "num_layers", "slidingWindow")]
     ['num_hidden_layers', 'num_hidden_layers', 'sliding_window']
+    >>> _meant("is_decoder", ["is_encoder_decoder"])
     >>> [_meant(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
     [None, None, None, None]
     """
@@ -50,9 +51,9 @@ def _is_misspelt(key: str, name: str) -> bool:
 
 
 def _leaves_words_out(key: str, name: str) -> bool:
-    """Whether a key is a name without some words in its middle."""
+    """Whether a key is a name without some words in its middle. What a model is may be less than another is: is_decoder."""
     short, long = key.split("_"), name.split("_")
-    ends = len(short) > 1 and (short[0], short[-1]) == (long[0], long[-1])
+    ends = len(short) > 1 and short[0] != "is" and (short[0], short[-1]) == (long[0], long[-1])
     return ends and set(short) < set(long)
 
 

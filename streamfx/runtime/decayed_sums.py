@@ -8,11 +8,13 @@ once, or those of a chunk, which is handed the sum in front of it.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.flop_counter import register_flop_formula
 
 from streamfx.ir.stateful import Stateful
 
@@ -105,6 +107,18 @@ torch.library.register_fake("streamfx::decayed_sums_backward", _gradients_like, 
 torch.library.register_autograd("streamfx::decayed_sums", _backward, setup_context=_setup, lib=_library)
 DECAYED_SUMS = torch.ops.streamfx.decayed_sums.default
 BACKWARD = torch.ops.streamfx.decayed_sums_backward.default
+
+
+@register_flop_formula(DECAYED_SUMS.overloadpacket)
+def _flops(decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
+    """One product of all rows with all rows."""
+    return 2 * prod(rows) * int(decays[-1])
+
+
+@register_flop_formula(BACKWARD.overloadpacket)
+def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
+    return 2 * _flops(decays, rows, first)
+
 
 # -- in chunks
 

@@ -95,7 +95,7 @@ ROWS = (
         READ,
         "any(own[place] != size for place, size in _of_source(known.dims, shape))",
         "False",
-        "test_decayed_sums.py::test_what_is_repeated_before[rows_of_all_heads]",
+        "test_decayed_sums.py::test_what_is_repeated_before",
     ),
     fault("any number in front is zero", FIND, "or apart[2] in (None, 0))", "or True)", f"{STREAMS}[behind_a_number]"),
     fault(
