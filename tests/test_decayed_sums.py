@@ -286,7 +286,6 @@ def rows_of_all_heads(m: Mixed, x: Tensor) -> Tensor:
 
 
 def test_what_is_repeated_before() -> None:
-    """Dimensions that were of one number have as many as the product has."""
     compared(rows_of_all_heads, length=9, chunk_size=4, streams=None, also=(1, 7))
 
 
@@ -330,6 +329,11 @@ def test_numbers_so_large_that_nothing_is_left() -> None:
 
 
 # -- the operator
+
+
+def test_it_repeats_nothing() -> None:
+    with pytest.raises(ValueError, match="do not fit together"):
+        DECAYED_SUMS(torch.zeros(1, 3), torch.zeros(2, 3, 4), None)
 
 
 def test_its_products_are_counted() -> None:

@@ -12,11 +12,24 @@ from torch import Tensor, fx, nn
 
 from streamfx.inspection import tracing
 from streamfx.inspection.all_layers import Few, Whole, of_all_layers
-from streamfx.inspection.eager import EagerCall
+from streamfx.inspection.eager import EagerCall, alike_layers
 from streamfx.inspection.layers import repeat_of
 from streamfx.planner.predict import Prediction, predict
 
 LENGTH = 256
+
+
+class OwnBackward(torch.autograd.Function):
+    """A copy, whose backward half does more or less."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, does_more: bool) -> Tensor:
+        ctx.does_more = does_more
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient.cos().sin() if ctx.does_more else gradient, None
 
 
 class Layer(nn.Module):
@@ -30,6 +43,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, masks: dict[int | None, Tensor]) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.window]).transpose(1, 2).flatten(-2)
+        if self.does[0].startswith("back"):
+            mixed = OwnBackward.apply(mixed, self.does == ("back more",))  # type: ignore[no-untyped-call]
         return x + self.out(mixed.cos() if self.does == ("more",) else mixed)
 
 
@@ -110,15 +125,32 @@ def one_does_more(model: Stack) -> Stack:
     return model
 
 
+def one_does_more_backward(model: Stack) -> Stack:
+    for number, layer in enumerate(model.layers):
+        layer.does = ("back more" if number == 4 else "back",)  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize(
     "model",
-    [one_does_more(Stack([None] * 9)), Stack([None] * 9, skips=True), Stack([None] * 9, reads_all=True)],
-    ids=["one does more", "layers read the one before the last", "the head reads all"],
+    [
+        one_does_more(Stack([None] * 9)),
+        one_does_more_backward(Stack([None] * 9)),
+        Stack([None] * 9, skips=True),
+        Stack([None] * 9, reads_all=True),
+    ],
+    ids=["one does more", "one does more backward", "layers read the one before the last", "the head reads all"],
 )
 def test_all_layers_are_traced_where_few_do_not_stand_for_them(model: Stack, tracer: Tracer) -> None:
     assert repeat_of(model, by_settings=True) is not None
     found = tracer.predicted(model)
     assert not tracer.wholes and sum(stage["attention"] != [] for stage in found.stages) == 9
+
+
+def test_layers_with_a_backward_half_of_their_own_are_not_alike() -> None:
+    inputs = {"ids": torch.empty(2, LENGTH, dtype=torch.int64, device="meta")}
+    assert alike_layers(Stack([None] * 9), inputs) is not None
+    assert alike_layers(one_does_more_backward(Stack([None] * 9)), inputs) is None
 
 
 @pytest.mark.parametrize("how", [{"skips": True}, {"reads_all": True}], ids=["skips", "reads all"])

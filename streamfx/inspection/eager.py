@@ -122,7 +122,9 @@ class EagerCall:
 
     @cached_property
     def alike(self) -> Repeat | None:
-        """How all layers are made of few; None if the forward half of all is not what it is made of few."""
+        """How all layers are made of few; None if the forward half of all is not what it is made of few, or layers have their own
+        backward half.
+        """
         repeat = repeat_of(self.model) if self.given is None else self.given
         if repeat is None or self.given is not None:
             return repeat
@@ -133,7 +135,8 @@ class EagerCall:
             return None
         if few is None:
             return None
-        return repeat if few.forward.is_like(self._forward()[0].forward) else None
+        step, notes = self._forward()
+        return repeat if few.forward.is_like(step.forward) and not notes.has_own_backward else None
 
     def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
     few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | 2 | 2 | ... | 2 | 3 | head
 
 Of each operator is noted down what it is, what it is given, and where in which layer that was made: seen from its own layer.
-So two layers do the same if their notes are the same.
+So two layers do the same if their notes are the same, and PyTorch alone knows their backward half: that of an `autograd.Function`
+is somebody's code, which may look at anything, and is not followed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from streamfx.cost.meter import ASKS_DEVICE
 from streamfx.cost.nested import tensors_in
@@ -32,6 +34,7 @@ class Notes(TorchDispatchMode):
         super().__init__()
         self.stretches: list[list[Any]] = [[]]
         self.order: list[int] = []
+        self.has_own_backward = False  # whether a layer brings code for its backward half
         self._held: dict[int, tuple[int | None, Any]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, int]]] = {}
         self._others: list[Tensor] = []
@@ -55,6 +58,7 @@ class Notes(TorchDispatchMode):
             self.stretches.append([])
             out = forward(*args, **kwargs)
             self.stretches.append([])
+            self.has_own_backward |= _has_own_backward(out, (args, kwargs))
             return out
 
         return run
@@ -113,8 +117,24 @@ def _held_by(
     return found
 
 
+def _has_own_backward(out: Any, given: Any) -> bool:
+    """Whether what is differentiated between what a layer is given and what it makes holds an `autograd.Function`."""
+    seen = {tensor.grad_fn for tensor in tensors_in(given)}
+    todo = [tensor.grad_fn for tensor in tensors_in(out)]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(node, BackwardCFunction):
+                return True
+            todo += [source for source, _ in node.next_functions]
+    return False
+
+
 def do_the_same(few: Notes, every: Notes, repeat: Repeat) -> bool:
     """Whether the notes of all layers are those of few, with those of a period repeated."""
+    if few.has_own_backward or every.has_own_backward:
+        return False
     if few.order != list(range(repeat.kept)) or every.order != list(range(repeat.count)):
         return False
     missing, begin = repeat.count - repeat.kept, repeat.front + repeat.period

@@ -27,6 +27,7 @@ _library.define(
 
 def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
     """decays [... n], rows [... n f], first [... f]: the sums [... n f] in front of each row, and the last [... f]."""
+    _require_sizes(decays, rows, first)
     weights = _weights(decays)
     inner, started = weights[..., 1:], weights[..., :1]
     sums = inner[..., :-1, :-1] @ rows[..., :-1, :]
@@ -56,6 +57,13 @@ def decayed_sums_backward(
         dweights[..., :-1, :1] = dsums @ first.unsqueeze(-1)
         dweights[..., -1:, :1] = dlast @ first.unsqueeze(-1)
     return _gradient_of_decays(dweights * weights), drows, dfirst
+
+
+def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
+    """Nothing is repeated: fake results have the sizes of rows."""
+    if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
+        shapes = [None if part is None else list(part.shape) for part in (decays, rows, first)]
+        raise ValueError(f"decays, rows and a first sum of {shapes} do not fit together")
 
 
 def _weights(decays: Tensor) -> Tensor:
@@ -90,6 +98,7 @@ def _backward(ctx: Any, dsums: Tensor | None, dlast: Tensor | None) -> tuple[Ten
 
 
 def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    _require_sizes(decays, rows, first)
     return rows.new_empty(rows.shape), rows.new_empty((*rows.shape[:-2], rows.shape[-1]))
 
 
