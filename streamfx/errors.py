@@ -171,7 +171,7 @@ class NotTraced(StreamFXError, RuntimeError):
         ...     streamfx.explain(lambda number: number + 1, 2)
         ... except streamfx.NotTraced as error:
         ...     print(error.asked)
-        streamfx.explain asks for a call that torch.compile can trace
+        explain and plan follow calls that torch.compile can trace
     """
 
 

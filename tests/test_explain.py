@@ -327,7 +327,7 @@ def test_strict_is_explained_not_raised() -> None:
 
 
 def test_a_call_that_fails_is_an_error_with_the_cause() -> None:
-    with pytest.raises(streamfx.NotTraced, match=r"asks for a call that torch\.compile can trace"):
+    with pytest.raises(streamfx.NotTraced, match=r"follow calls that torch\.compile can trace"):
         streamfx.explain(Causal(), IDS)
 
 

@@ -102,3 +102,8 @@ def test_a_layer_that_shares_a_weight_or_has_a_hook_is_like_no_other() -> None:
     assert repeat_of(Stack([32] * 12)) == Repeat(1, 1, 4, 12)
     assert repeat_of(shared) is None
     assert repeat_of(hooked) is None
+
+
+@pytest.mark.parametrize("by_settings", [False, True])
+def test_no_layers_stand_for_none(by_settings: bool) -> None:
+    assert repeat_of(Stack([]), by_settings) is None

@@ -107,7 +107,7 @@ def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | 
         return None
     layers = _in(lists[-1])
     count, longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
-    if count != len(lists[-1]) or not _stand_alone(model, layers):
+    if not layers or count != len(lists[-1]) or not _stand_alone(model, layers):
         return None
     kinds: list[Any] = [_kind(layer) for layer in layers]
     if by_settings:

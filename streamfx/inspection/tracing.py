@@ -219,7 +219,7 @@ def _trace(
 
 def _not_traced(found: str, do: str = "") -> NotTraced:
     return NotTraced(
-        "streamfx.explain asks for a call that torch.compile can trace",
+        "explain and plan follow calls that torch.compile can trace",
         found=found,
         do=do or "check that model(*args, **kwargs) runs with these arguments",
     )

@@ -11,7 +11,7 @@ from streamfx.arguments import described, refuse_unless
 from streamfx.errors import PlanError, told
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
-BY_NAME = "let it return a dictionary of tensors by name"
+BY_NAME = "let it take a batch and a length, and return a dictionary of tensors by name"
 AS_ASKED = "let it make tensors of the batch and the length that it is given, as torch.empty(batch, length, device='meta') does"
 
 
