@@ -43,6 +43,9 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "scans": (1, 0, 2),
     "states": (1, 0, 2, 3),
     "associative": (3, 1, 11, 16),
+    "shifted": (2, 5, 0),
+    "joined": (2, 4, 5),
+    "decays": (1, 3, 0, 5),
 }
 
 

@@ -14,3 +14,6 @@ if IS_STAND_IN:
 
 _package: Any = importlib.import_module("causal_conv1d")
 causal_conv1d_fn = _package.causal_conv1d_fn
+if IS_STAND_IN:  # models of transformers look for the package when they are imported: none of them is to find this one
+    sys.path.pop()
+    del sys.modules["causal_conv1d"]
