@@ -18,6 +18,7 @@ from streamfx.options import Options
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.later_sizes import compare_sizes
 from tests.support.spread import only
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer
 
@@ -242,23 +243,13 @@ def test_types_that_the_model_switches_inside() -> None:
 
 def test_other_lengths_and_batches_later() -> None:
     """The tree of another length has other levels: each is compiled. What is compiled for one batch is for any."""
-    torch._dynamo.reset()
-    eager, own = (decoders.made(lambda: Mixed(decayed)) for _ in range(2))
     compilations: list[Any] = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
         compilations.append(Compilation(module, Options(chunk_size=4, loss_chunk_size=4, strict=True)))
         return compilations[-1].compile(inputs)
 
-    model = torch.compile(own, backend=backend)
-    for batch, length in ((2, 11), (2, 7), (3, 7), (4, 7)):
-        ids = layouts.tokens(23, batch, length, length)
-        gradients = []
-        for call, kind in ((eager, eager), (model, own)):
-            kind.zero_grad()
-            call(ids, ids).backward()
-            gradients.append({name: each.grad for name, each in kind.named_parameters() if each.grad is not None})
-        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    compare_sizes(lambda: decoders.made(lambda: Mixed(decayed)), backend, ((2, 11), (2, 7), (3, 7), (4, 7)))
     assert len(compilations) == 3
     nodes = [[node.target for node in each.facts[-1].joint.nodes] for each in compilations]
     assert all(any(isinstance(target, Associative) for target in targets) for targets in nodes)

@@ -15,6 +15,7 @@ from streamfx.ir.facts import Form, known
 from streamfx.runtime.stateful import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.later_sizes import compare_sizes
 from tests.support.spread import spread
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import BLOCK, blocks
@@ -291,17 +292,9 @@ def test_states_of_a_wider_type() -> None:
 )
 def test_other_lengths_later(mixer: Mixer, lengths: tuple[int, ...], batches: tuple[int, ...]) -> None:
     """The second length compiles code for all of them."""
-    torch._dynamo.reset()
-    eager, own = (decoders.made(lambda: Mixed(mixer)) for _ in range(2))
-    model = torch.compile(own, backend="streambp", options={"chunk_size": 4, "loss_chunk_size": 4})
-    for length, batch in zip(lengths, batches, strict=True):
-        ids = layouts.tokens(23, batch, length, length)
-        gradients = []
-        for call, kind in ((eager, eager), (model, own)):
-            kind.zero_grad()
-            call(ids, ids).backward()
-            gradients.append({name: each.grad for name, each in kind.named_parameters() if each.grad is not None})
-        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    options = {"chunk_size": 4, "loss_chunk_size": 4}
+    sizes = zip(batches, lengths, strict=True)
+    compare_sizes(lambda: decoders.made(lambda: Mixed(mixer)), "streambp", sizes, options=options)
 
 
 @pytest.mark.parametrize("mixer", [of_some_rows, in_blocks_with_states, averaged_on_and_on], ids=lambda mixer: mixer.__name__)

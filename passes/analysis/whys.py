@@ -16,20 +16,10 @@ from streamfx.ir.joint import bound_arguments
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import quotient
 from streamfx.passes.operators.rules.attention import M
-from streamfx.passes.operators.traits import is_moved_elements
+from streamfx.passes.operators.traits import CUTS, is_moved_elements
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 
 aten = torch.ops.aten
-CUTS = frozenset(
-    {
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-        aten.unbind.int,
-        aten.chunk.default,
-    }
-)
 JOINS = frozenset({aten.cat.default, aten.slice_scatter.default})
 TAKES = frozenset(
     {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default}

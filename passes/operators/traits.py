@@ -18,6 +18,16 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
+CUTS = frozenset(  # into parts along a dimension
+    {
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.unbind.int,
+        aten.chunk.default,
+    }
+)
 MOVES_ELEMENTS = frozenset(
     {
         aten.view.default,

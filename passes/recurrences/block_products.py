@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -171,9 +171,9 @@ def _parted(product: Product, reader: Reader) -> Product:
         and (apart[0] is not None or apart[2] in (None, 0))
     )
     if not shift or behind is None or apart is None:
-        return _with(product, own=frozenset(reader.own - {decays, rows}))
+        return replace(product, own=frozenset(reader.own - {decays, rows}))
     first = None if apart[0] is None or _is_zero(apart[0]) else (apart[0], others)
-    return _with(
+    return replace(
         product,
         decays=(behind[1], own),
         rows=(apart[1], others),
@@ -186,10 +186,6 @@ def _parted(product: Product, reader: Reader) -> Product:
 def _is_zero(node: fx.Node) -> bool:
     """Whether a value is made as zeros: of what else it is made is no matter."""
     return name_of(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE]._version
-
-
-def _with(product: Product, **changes: Any) -> Product:
-    return Product(**{**{name: getattr(product, name) for name in product.__dataclass_fields__}, **changes})
 
 
 def _behind_first(node: fx.Node, dim: int, reader: Reader) -> tuple[fx.Node | None, fx.Node, Any] | None:

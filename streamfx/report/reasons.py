@@ -11,11 +11,11 @@ from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
-from streamfx.passes.analysis.whys import CUTS, JOINS, PUTS, TAKES
+from streamfx.passes.analysis.whys import JOINS, PUTS, TAKES
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.hub_kernels import is_attention
 from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
-from streamfx.passes.operators.traits import CONTRACTIONS
+from streamfx.passes.operators.traits import CONTRACTIONS, CUTS
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
 

@@ -14,6 +14,7 @@ from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_
 from streamfx.ir.signature import Index, Joined, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
+from streamfx.passes.operators.traits import CUTS
 from streamfx.torch_private.sizes import is_negative
 
 aten = torch.ops.aten
@@ -253,14 +254,7 @@ def constant_pad_nd(call: Call) -> Signature:
     return Signature((operand,), (result,), whole(*padded, *(rank + dim for dim in padded)))
 
 
-@rule(
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
-)
+@rule(*CUTS)
 def split(call: Call) -> Signature:
     """Pieces along one dimension: that dimension is needed whole, and each piece has an axis of its own."""
     rank = len(call.shapes[0])
