@@ -81,6 +81,7 @@ def compare(prepare: Callable[[nn.Module], Step], groups: int | None = None, kin
         say(f"step {step}: loss {losses[own].item():.4f}, {time.perf_counter() - begin:.1f} s")
     difference = worst(model, truth)
     say(f"{dist.get_world_size()} ranks and one process differ by {difference:.1e} in their weights after {STEPS} steps")
+    dist.barrier()  # gloo's threads free the last tensors while we wait: at the interpreter's end they would abort the process
     dist.destroy_process_group()
     if difference > EXACT:
         raise SystemExit(1)
