@@ -49,8 +49,8 @@ def compared(found: Mapping[str, Outcome], reference: str, first: Mapping[str, A
     ]
 
 
-def in_turns(specs: Mapping[str, dict[str, Any]], rounds: int, settings: Settings) -> dict[str, Outcome]:
-    """The outcome of each label's specification (`processes.Measured`'s arguments).
+def in_turns(specs: Mapping[str, dict[str, Any]], rounds: int, settings: Settings, first: str = "measured") -> dict[str, Outcome]:
+    """The outcome of each label's specification (`processes.Measured`'s arguments), and the answer to `first` of its first step.
 
     On a GPU, where two models may not fit at once and nobody else works, one follows the other.
     """
@@ -63,16 +63,16 @@ def in_turns(specs: Mapping[str, dict[str, Any]], rounds: int, settings: Setting
             for number in range(rounds + 1):
                 for label, process in processes.items():
                     settings.tell(f"{label}, " + (f"round {number} of {rounds}" if number else "first step"))
-                    _take(process, outcomes[label])
+                    _take(process, outcomes[label], first)
     return outcomes
 
 
-def _take(process: Measured, outcome: Outcome) -> None:
+def _take(process: Measured, outcome: Outcome, first: str) -> None:
     if outcome.why_not:
         return
     try:
+        step = process.ask("measured" if outcome.first else first)
         outcome.held = outcome.held or process.ask("held")["held_bytes"]
-        step = process.ask("measured")
     except Failed as failure:
         outcome.why_not = str(failure)
         return

@@ -25,7 +25,7 @@ def short(settings: Settings) -> Rows:
                 way: {"way": way, "length": length, "sizes": sizes, **settings.place}
                 for way in settings.chosen(WAYS_OF_TORCH + OURS)
             }
-            outcomes = in_turns(specs, rounds, settings)
+            outcomes = in_turns(specs, rounds, settings, "first")
             rows += [_row(way, layers, length, outcome, outcomes) for way, outcome in outcomes.items()]
     return rows
 
