@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,8 +40,23 @@ def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
     ("did you mean 'chunk_size'? ", '')
     """
-    near = difflib.get_close_matches(str(word), [str(one) for one in known], n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}? " if near else ""
+    called = {str(one).casefold(): str(one) for one in known}
+    near = difflib.get_close_matches(str(word).casefold(), called, n=1, cutoff=cutoff)
+    return f"did you mean {called[near[0]]!r}? " if near else ""
+
+
+def one_of(word: Any, known: Collection[Any]) -> str:
+    """What to give in place of a word, where it has to be one of some.
+
+    >>> one_of("DPO", ["sft", "dpo"])
+    "did you mean 'dpo'? give one of sft, dpo"
+    """
+    return f"{did_you_mean(word, known)}give one of {', '.join(map(str, known))}"
+
+
+def plain(value: Any) -> Any:
+    """Python's own whole number for one of another kind, such as numpy's; anything else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
 def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:

@@ -9,6 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamfx.arguments import plain
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,6 +45,7 @@ def amount_of(value: Any) -> int | float | None:
     >>> amount_of("24GiB") == amount_of("24 G") == 24 * 2**30, amount_of("90%"), amount_of("0.9"), amount_of("1 byte")
     (True, 0.9, 0.9, None)
     """
+    value = plain(value)
     if isinstance(value, str):
         return _amount_of_text(value)
     if isinstance(value, float):

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamfx.arguments import BY_NAME, described, did_you_mean, refusing
+from streamfx.arguments import BY_NAME, described, did_you_mean, plain, refusing
 from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 
@@ -84,6 +84,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
             _check(field.name, getattr(self, field.name), "streamfx.Options(...)")
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,8 +167,8 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
             do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
         )
     for name, value in options.items():
-        _check(name, value, origin)
-    return dict(options)
+        _check(name, plain(value), origin)
+    return {name: plain(value) for name, value in options.items()}
 
 
 def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:

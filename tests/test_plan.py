@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -335,6 +336,9 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
         ({"group": 0}, "group cannot be 0"),
         ({"inputs": {"ids": 3}}, "inputs cannot be {'ids': 3}"),
         ({"device": 3}, "device cannot be 3"),
+        ({"objective": "DPO"}, "did you mean 'dpo'"),
+        ({"optimizer": "Adam"}, "did you mean 'adamw'"),
+        ({"batch": np.int64(0)}, "batch cannot be 0"),
         ({"options": {"chunks": 3}}, "streamfx.plan.* has no option 'chunks'"),
     ],
     ids=str,
@@ -342,6 +346,14 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be(given: dict[str, Any], said: str) -> None:
     with pytest.raises((streamfx.PlanError, streamfx.OptionError), match=said):
         streamfx.plan(TINY, **given)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"seq": 64, "memory": 2**30, "chunk_size": 16}
+    numbers: dict[str, Any] = {name: np.int64(value) for name, value in given.items()}
+    own, same = (streamfx.plan(TINY, baselines=False, **arguments).summary() for arguments in (given, numbers))
+    assert same == own
+    assert json.dumps(streamfx.Options(chunk_size=numbers["chunk_size"]).given()) == '{"chunk_size": 16}'
 
 
 def test_models_that_cannot_be_planned() -> None:

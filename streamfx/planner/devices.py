@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from streamfx.arguments import one_of
 from streamfx.cost.wire import Traffic
 from streamfx.errors import PlanError
 from streamfx.runtime.device_kinds import DeviceKind, kind_of
@@ -92,7 +93,7 @@ def device_called(name: str) -> Device:
         return measured()
     known = {key.lower(): key for key in PUBLISHED}
     if str(name).lower() not in known:
-        raise PlanError(f"there are no rates of a device {name!r}", do=f"give one of {', '.join(PUBLISHED)}, or here")
+        raise PlanError(f"there are no rates of a device {name!r}", do=one_of(name, (*PUBLISHED, "here")))
     flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
     kind = DeviceKind("cuda", capability, has_flash=True)
     near, far = WIRES[known[name.lower()]]

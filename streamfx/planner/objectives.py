@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.arguments import one_of
 from streamfx.errors import PlanError
 from streamfx.planner.models import Adapted, language_inputs
 
@@ -37,7 +38,7 @@ def objective_called(name: str, group: int) -> Objective:
         "grpo": Objective(GroupStep, _rewarded_answers, group),
     }
     if name not in known:
-        raise PlanError(f"there is no objective {name!r} to plan for", do=f"give one of {', '.join(known)}")
+        raise PlanError(f"there is no objective {name!r} to plan for", do=one_of(name, known))
     return known[name]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from streamfx.arguments import one_of
 from streamfx.errors import PlanError
 from streamfx.planner.shards import Sharding, own_part
 
@@ -23,7 +24,7 @@ UPDATING = tuple(name for name in STATES if name != "none")
 def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
     """Bytes of an optimizer's state for the parameters that are trained, on one of some ranks."""
     if optimizer not in STATES:
-        raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=f"give one of {', '.join(STATES)}")
+        raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=one_of(optimizer, STATES))
     with ranks.cut(model):
         trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
         return -(-sum(map(STATES[optimizer], trained)) // ranks.holders)

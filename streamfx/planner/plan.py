@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from streamfx.arguments import described, did_you_mean, refusing
+from streamfx.arguments import described, did_you_mean, one_of, plain, refusing
 from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.collector import uncollected
 from streamfx.errors import OptionError, PlanError
@@ -133,7 +133,8 @@ def plan(
     """
     given = _options(options, keywords)
     step = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
-    asked = Asked(*step, tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
+    rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
+    asked = Asked(*map(plain, (*step, *rest)))
     return _planned(asked)
 
 
@@ -207,7 +208,7 @@ def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
 
 def _check(dtype: Any, memory: Any) -> None:
     if dtype not in TYPES:
-        raise PlanError(f"there is no type {dtype!r} to plan for", do=f"give one of {', '.join(TYPES)}")
+        raise PlanError(f"there is no type {dtype!r} to plan for", do=one_of(dtype, TYPES))
     if not is_budget(memory):
         raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
 
@@ -217,7 +218,7 @@ def _check_kinds(asked: Asked) -> None:
     for name, choices in CHOICES.items():
         value = getattr(asked, name)
         if not isinstance(value, str) and not (value is None and name == "quantize"):
-            raise PlanError(f"{name} cannot be {described(value)}", do=f"give one of {', '.join(choices)}")
+            raise PlanError(f"{name} cannot be {described(value)}", do=one_of(value, choices))
     for name in SWITCHES:
         if not isinstance(value := getattr(asked, name), bool):
             raise PlanError(f"{name} cannot be {described(value)}", do="give True or False")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from streamfx.arguments import one_of
 from streamfx.errors import PlanError
 from streamfx.inspection.layers import layers_of
 
@@ -67,7 +68,7 @@ class Unpacked(nn.Module):
 def quantized(model: nn.Module, name: str) -> nn.Module:
     """Freeze a model and let the large matrices of its layers, those of experts too, take the bytes of a scheme."""
     if name not in SCHEMES:
-        raise PlanError(f"there is no way {name!r} to quantize weights", do=f"give one of {', '.join(SCHEMES)}")
+        raise PlanError(f"there is no way {name!r} to quantize weights", do=one_of(name, SCHEMES))
     model.requires_grad_(False)
     for layer in layers_of(model):
         for module in list(layer.modules()):

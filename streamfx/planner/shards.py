@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamfx.arguments import one_of
 from streamfx.errors import PlanError
 from streamfx.planner.context import sequences_divided
 from streamfx.planner.tensors import layers_cut
@@ -97,7 +98,7 @@ ALONE = Sharding()
 def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
     """A way that is known, of devices to divide among."""
     if shard not in SHARDS:
-        raise PlanError(f"nothing is divided as {shard!r}", do=f"give one of {', '.join(SHARDS)}")
+        raise PlanError(f"nothing is divided as {shard!r}", do=one_of(shard, SHARDS))
     if world % (tensor * context):
         raise PlanError(
             f"a step is divided among tensor={tensor} times context={context} devices",
