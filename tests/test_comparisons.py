@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from tests.support.small import WIDTH, Causal, Mixing, tokens
 from tests.test_explain import Layer, rows, summary_of
 
 IDS = tokens(2, 6)
+ROOT = Path(__file__).parent.parent
 
 
 class Stacked(nn.Module):
@@ -89,6 +94,42 @@ def test_of_nothing_there_is_nothing_to_say(ids: Tensor) -> None:
         streamfx.explain(Causal(), ids, ids)
     with pytest.raises(streamfx.NotComparable, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
         streamfx.verify(Causal(), ids, ids)
+
+
+@pytest.mark.parametrize("factor", [0.0, math.nan])
+def test_numbers_that_say_nothing_are_no_verdict(factor: float) -> None:
+    model = Causal()
+    with pytest.raises(streamfx.NotComparable, match=r"zero or not a number: nothing was compared"):
+        streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)
+
+
+SEVERAL = """
+import threading
+import torch
+import streamfx
+from tests.support.small import Causal
+
+ids = torch.arange(24).reshape(2, 12) % 10
+said = set()
+
+def look(model):
+    said.add((str(streamfx.explain(model, ids, ids, chunk_size=4)), streamfx.verify(model, ids, ids, chunk_size=4).ok))
+
+look(Causal())
+threads = [threading.Thread(target=look, args=(Causal(),)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(said), {ok for _, ok in said})
+"""
+
+
+def test_several_threads_may_look_at_once() -> None:
+    """In a process of its own: it ended by a signal before they took turns."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SEVERAL], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[0] == "1 {True}"
 
 
 def test_nothing_beside_something_is_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,19 @@ def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
         return attention_flops(target, arguments, _seen(target, arguments))
     if target.name() in PACKED:
         return 2 * int(args[0].numel()) * int(out.shape[-1])
+    if target is torch.ops.aten.convolution_backward.default:
+        return convolution_backward_flops(*args, **kwargs)
     formula = flop_registry.get(target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def convolution_backward_flops(
+    grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
+) -> int:
+    """As many as the forward half for each gradient that is asked for. PyTorch counts that of the weight for one group alone."""
+    asked = rest[-1]
+    places = (x if transposed else grad).shape[2:]
+    return 2 * int(x.shape[0]) * math.prod(map(int, places)) * int(weight.numel()) * sum(asked[:2])
 
 
 def flops_of_graph(graph: fx.Graph) -> int:

@@ -20,6 +20,7 @@ from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.errors import NotTraced, ReportError
+from streamfx.inspection.alone import alone
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
@@ -46,6 +47,7 @@ CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.
 
 
 @refusing(NotTraced, "streamfx.explain(...)")
+@alone
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 

@@ -15,6 +15,7 @@ from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.cost.nested import tensors_returned
 from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.inspection.alone import alone
 from streamfx.inspection.given import DO, advice_on, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.parts import InParts, what_was_not_cut
@@ -26,10 +27,13 @@ from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apar
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
+NOTHING = "the loss and all gradients are zero or not a number: nothing was compared"
+NUMBERS = "give inputs, weights and a loss for which eager computes gradients that are numbers, not all of them zero"
 ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
 
 
 @refusing(NotComparable, "streamfx.verify(...)")
+@alone
 def verify(
     model: Callable[..., Any], *args: Any, loss: Callable[[Any], Tensor] | None = None, options: Any = None, **kwargs: Any
 ) -> Verification:
@@ -316,9 +320,11 @@ def _check_functions(model: Any, loss: Any) -> None:
 
 def _saying_something(found: Verification, inputs: Any) -> Verification:
     """The same, unless nothing was computed: that nothing differs is no finding then."""
-    if found.ok and found.says_nothing and (empty := empty_among(inputs)):
-        nothing = f"{empty}, and the loss and all gradients are zero or not a number: nothing was compared"
-        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=nothing, do=DO)
+    if found.ok and found.says_nothing:
+        asked, nothing = "streamfx.verify asks for a call whose numbers can be compared", NOTHING
+        if empty := empty_among(inputs):
+            raise NotComparable(asked, found=f"{empty}, and {nothing}", do=DO)
+        raise NotComparable(asked, found=nothing, do=NUMBERS)
     return found
 
 

@@ -14,6 +14,7 @@ from streamfx.arguments import described, did_you_mean, one_of, plain, refusing
 from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.collector import uncollected
 from streamfx.errors import OptionError, PlanError
+from streamfx.inspection.alone import alone
 from streamfx.options import NAMES, Options, merged
 from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
@@ -75,6 +76,7 @@ class Asked:
 
 
 @refusing(PlanError, "streamfx.plan(...)")
+@alone
 def plan(
     model: Any,
     *,

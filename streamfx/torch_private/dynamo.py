@@ -244,18 +244,21 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     earlier call are tried again, so that what is found does not depend on it (2.11, 2.13).
     """
     from torch._dynamo import pgo
+    from torch._dynamo.convert_frame import compile_lock
 
     learned = pgo.get_code_state()
     before = copy.deepcopy(dict(learned))
-    _try_again()
+    with compile_lock:
+        _try_again()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
             yield isolated()
     finally:
         learned.clear()
         learned.update(before)
-        _drop_compiled_code(backend)
-        _try_again()
+        with compile_lock:  # else under the hands of a thread that compiles
+            _drop_compiled_code(backend)
+            _try_again()
 
 
 def _try_again() -> None:
