@@ -101,7 +101,8 @@ def run_pipeline(
     analysed: Callable[[], Facts] | None = None,
 ) -> Facts:
     """Run all passes on a graph of their own, which `capture` makes; `after` sees each pass's product. Without a sequence axis
-    nothing is rewritten. Where somebody knows what analyses find, `analysed` makes a graph with that, to begin with.
+    nothing is rewritten. For somebody who runs nothing, and knows what analyses find, `analysed` makes a graph with that: passes
+    begin there, and end before bodies are lowered.
 
     Where a pass cannot run an operator in a loop, that operator is to run whole, and all passes run once more.
     """
@@ -142,7 +143,7 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
 
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
     if facts.found_causality is not None:
-        known = {step.name for step in analyses(options)}
+        known = {*(step.name for step in analyses(options)), Lower.name}
         steps = [step for step in steps if step.name not in known]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:

@@ -117,9 +117,9 @@ class Peaks(NamedTuple):
 
 def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -> int | None:
     """About the longest length whose peak is within a budget, confirmed by a trace; 0 where none is, None where none is known."""
-    if peaks.first(multiple) is None:
-        return None
     guess = guessed(peaks.few, layers, first, int(budget * AIM))
+    if guess is None and peaks.first(multiple) is None:
+        return None
     size, base, best, failed = first, 0.0, 0, None
     if guess is not None:
         size, base = guess
