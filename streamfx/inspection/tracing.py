@@ -356,7 +356,7 @@ def _each_time(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
     """Facts that are made anew each time; None where they cannot be."""
     try:
         made = [make()]
-    except Unlike as error:
+    except Exception as error:
         log.info("all layers are analysed: %s", error)
         return None
     return lambda: made.pop() if made else make()
