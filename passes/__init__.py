@@ -64,9 +64,8 @@ class Fixpoint:
         return next(found, facts)
 
 
-def pipeline(options: Options) -> tuple[Pass, ...]:
-    """All passes, in order."""
-    put_back = PutBack(options)
+def analyses(options: Options) -> tuple[Pass, ...]:
+    """The passes that find out about the graph, and write it in fewer operators; nothing is cut yet."""
     return (
         Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
         Canonicalize(),  # what is this, in the fewest operators?
@@ -75,6 +74,14 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         Demand(),  # which rows of its operands does each operator need?
         Truncations(options),  # which gradients of states reach back few rows alone, where that was asked for?
         Causality(),  # which keys can a chunk's rows see?
+    )
+
+
+def pipeline(options: Options) -> tuple[Pass, ...]:
+    """All passes, in order."""
+    put_back = PutBack(options)
+    return (
+        *analyses(options),
         Stages(),  # where is it cheapest to cut?
         LossGradient(),  # can the loss stage find its gradient along with the loss? (the one rewrite that needs the stages)
         Plan(options),  # how large is a chunk, what is kept?
@@ -87,17 +94,28 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
     )
 
 
-def run_pipeline(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None = None) -> Facts:
+def run_pipeline(
+    capture: Callable[[], Facts],
+    options: Options,
+    after: Callable[[Pass, Facts], None] | None = None,
+    analysed: Callable[[], Facts] | None = None,
+) -> Facts:
     """Run all passes on a graph of their own, which `capture` makes; `after` sees each pass's product. Without a sequence axis
-    nothing is rewritten.
+    nothing is rewritten. For somebody who runs nothing, and knows what analyses find, `analysed` makes a graph with that: passes
+    begin there, and end before bodies are lowered.
 
     Where a pass cannot run an operator in a loop, that operator is to run whole, and all passes run once more.
     """
     whole: dict[str, str] = {}
     while True:
         try:
+            if analysed is not None:
+                return _within_budget(analysed, options, after)
             return _within_budget(lambda: replace(capture(), whole=dict(whole)), options, after)
         except RunsWhole as found:
+            if analysed is not None:
+                analysed = None
+                continue
             if found.name in whole:
                 raise
             whole[found.name] = found.why
@@ -118,7 +136,15 @@ def _within_budget(capture: Callable[[], Facts], options: Options, after: Callab
             raise min(error, other, key=lambda item: item.smallest) from None
 
 
+def run_analyses(facts: Facts, options: Options) -> Facts:
+    """What the analyses find in a graph, which they rewrite."""
+    return _run(facts, analyses(options), options, None)
+
+
 def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+    if facts.found_causality is not None:
+        known = {*(step.name for step in analyses(options)), Lower.name}
+        steps = [step for step in steps if step.name not in known]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:
         facts = step.apply(facts)

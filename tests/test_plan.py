@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ from streamfx.cli import main
 from streamfx.inspection.layers import first_layers
 from streamfx.planner.models import Adapted, built, configuration, language_inputs
 from streamfx.planner.names import builtin_names
-from streamfx.planner.predict import Prediction
-from streamfx.planner.scout import Guess, guessed
-from streamfx.planner.search import Limits, Sought, largest
 from tests.support.small import Causal
 from tests.support.spread import only
 
@@ -158,83 +154,6 @@ def test_any_model_on_the_meta_device() -> None:
 # -- the search
 
 
-def prediction(length: int, peak: int) -> Prediction:
-    terms = {"parameters": 1000, "stage inputs": peak - 1000}  # all else grows
-    return Prediction(length, 1, peak, terms, 0, 0, 0, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
-
-
-LENGTH = Sought(256, lambda _: 2)
-
-
-@pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
-def test_the_longest_length_was_traced_and_fits(first: int) -> None:
-    traced = []
-
-    def predict(length: int, options: Any) -> Prediction:
-        traced.append((length, options["keep_every"], options["chunk_size"]))
-        peak = 1000 + 3 * length + (length > 60_000) * length  # steeper from some length on
-        return prediction(length, peak)
-
-    best = largest(predict, Limits(400_000), {"keep_every": 1}, Guess(first), LENGTH, 9)
-    assert best is not None and best[0] == best[1].length
-    assert (best[0], 1, 512) in traced
-    assert 97_000 < best[0] < 100_000
-    assert len(traced) < 6
-    largest(predict, Limits(400_000), {"chunk_size": 7}, Guess(first), LENGTH, 9)
-    assert traced[-1][1:] == (3, 7)
-
-
-def test_models_of_few_layers_say_where_to_begin() -> None:
-    """What grows with layers, with the size, with both, and with neither."""
-    traced = []
-
-    def peak(layers: int, size: int) -> int:
-        traced.append(layers)
-        return 5_000 + 100 * layers + (7 + 2 * layers) * size
-
-    guess = guessed(peak, 36, 1, 1000, 10**6)
-    assert guess is not None
-    assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
-    assert sum(traced) <= 36
-    assert guessed(peak, 12, 1, 1000, 10**6) is None  # as fast in full
-
-
-def test_a_guess_that_is_off_is_made_good() -> None:
-    """Where few layers grow more than others do, a trace of all of them says by how much."""
-    traced = []
-
-    def predict(length: int, options: Any) -> Prediction:
-        traced.append(length)
-        return prediction(length, 1000 + 3 * length)
-
-    best = largest(predict, Limits(401_000), {}, Guess(65_536, 1000), LENGTH, 9)
-    assert best is not None and 0.99 * 400_000 / 3 < best[0] <= 400_000 / 3
-    assert len(traced) == 2
-
-
-def test_a_search_ends_where_no_more_is_to_be_had() -> None:
-    """Not in the middle between what fits, just so, and what did not."""
-    traced = []
-
-    def predict(length: int, options: Any) -> Prediction:
-        traced.append(length)
-        return prediction(length, 1000 + 3 * length + (length > 180_000) * 50_000)
-
-    best = largest(predict, Limits(400_000), {}, Guess(190_000, 1000), LENGTH, 9)
-    assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(traced) <= 3
-
-
-def test_what_waits_on_the_host_is_limited() -> None:
-    def predict(length: int, options: Any) -> Prediction:
-        assert options["keep_every"] == 1
-        return replace(prediction(length, 1000 + length), host_bytes=10 * length)
-
-    offload = {"offload": "inputs"}
-    for host, most in ((None, 400_000), (10**6, 100_000)):
-        best = largest(predict, Limits(400_000, host), offload, Guess(65_536), LENGTH, 9)
-        assert best is not None and 0.98 * most < best[0] <= most
-
-
 def test_layers_that_are_left_out_come_back() -> None:
     model = built(TINY)
     whole = [name for name, _ in model.named_modules()]
@@ -242,24 +161,6 @@ def test_layers_that_are_left_out_come_back() -> None:
         names = [name for name, _ in model.named_modules()]
         assert any(".layers.0" in name for name in names) and not any(".layers.1" in name for name in names)
     assert [name for name, _ in model.named_modules()] == whole
-
-
-def test_no_length_may_fit() -> None:
-    assert largest(lambda length, options: prediction(length, 10**9), Limits(1000), {}, Guess(65_536), LENGTH, 9) is None
-
-
-@pytest.mark.parametrize("first", [1, 40])
-def test_the_largest_batch(first: int) -> None:
-    """In chunks of as many tokens, whatever the batch is."""
-    rows = {}
-
-    def predict(batch: int, options: Any) -> Prediction:
-        rows[batch] = options["chunk_size"]
-        return prediction(100, 1000 + 130 * batch)
-
-    best = largest(predict, Limits(4000), {}, Guess(first), Sought(1, lambda size: 3 * size), 9)
-    assert best is not None and best[0] == 23
-    assert rows[23] == 1024 // 69
 
 
 def test_an_objective_has_a_reference() -> None:

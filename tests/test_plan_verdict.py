@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from streamfx.planner.devices import device_called
 from streamfx.planner.gain import gains_from
 from streamfx.planner.models import built, configuration, language_inputs, loss_of
 from streamfx.planner.predict import predict
-from streamfx.planner.ways import ON_HOST, longest, on_host, ways_of
+from streamfx.planner.ways import ON_HOST, Peaks, longest, on_host, ways_of
 from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
 from streamfx.runtime.device_kinds import supposed
 
@@ -163,9 +164,13 @@ def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
 
 
 def test_a_length_that_nobody_knows_or_that_fits_nowhere() -> None:
-    assert longest(lambda count, length: None, 2, 1000, 256, 256) is None
-    assert longest(lambda count, length: 5000 + length, 2, 1000, 256, 256) == 0
-    assert longest(lambda count, length: length, 2, 100_000, 256, 256) == pytest.approx(100_000, rel=0.02)
+    def peaks(peak: Callable[[int], int | None]) -> Peaks:
+        return Peaks(peak, peak, lambda length: None)
+
+    assert longest(peaks(lambda length: None), 2, 1000, 256, 256) is None
+    assert longest(peaks(lambda length: 5000 + length), 2, 1000, 256, 256) == 0
+    assert longest(peaks(lambda length: length), 2, 100_000, 256, 256) == pytest.approx(100_000, rel=0.02)
+    assert longest(peaks(lambda length: length), 36, 100_000, 256, 256) == pytest.approx(100_000, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"])

@@ -44,6 +44,14 @@ class Demand:
         return replace(facts, found_demand=_Analysis(facts.joint, facts.axes, facts.whole, facts.apart).run())
 
 
+def is_unanimous(facts: Facts) -> bool:
+    """Whether all that tells rows from keys tells the same: more of it could not change what was found."""
+    analysis = _Analysis(facts.joint, facts.axes, facts.whole, facts.apart)
+    found = analysis._orientation()
+    said = {(node, letter) for node in {node for node, _ in found} for letter, _ in analysis._evidence(node)}
+    return all(found[item] is Role.KEYS for item in said)
+
+
 class _Parity:
     """Union-find in which two elements are known to be equal or opposite."""
 

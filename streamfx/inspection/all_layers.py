@@ -33,6 +33,18 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A graph that was written from that of few layers: which node of that each of its nodes is, or is a copy of, in the order of
+    the graph; of copies, their period's number; and the two periods of which the second one was copied.
+    """
+
+    graph: fx.Graph
+    stands_for: Mapping[fx.Node, fx.Node]
+    copies: Mapping[fx.Node, int]
+    periods: Periods
+
+
+@dataclass(frozen=True)
 class Few:
     """How all layers are made of few, and the name of the list that they are in, as tracing notes it down."""
 
@@ -54,18 +66,28 @@ def of_all_layers(joint: fx.GraphModule, num_primals: int, num_outputs: int, sai
     """The joint graph of all layers, given that of few, and what is `said` of primals by position, which has to be the same of
     like ones. Raises `Unlike` where few cannot stand for all.
     """
-    graph = joint.graph
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    written = graph_of_all_layers(joint.graph, num_primals, num_outputs, few)
+    positions = {node: position for position, node in enumerate(placeholders)}
+    first, second = written.periods.first, written.periods.second
+    if any(
+        said.get(positions[a]) != said.get(positions[b]) for a, b in zip(first[Track.INPUTS], second[Track.INPUTS], strict=True)
+    ):
+        raise Unlike("inputs of which other things are known")
+    count = num_primals + few.repeat.copies * len(second[Track.INPUTS])
+    primals = written.graph.find_nodes(op="placeholder")[:count]
+    return Whole(LazyGraphModule(joint, written.graph), tuple(positions[written.stands_for[node]] for node in primals))
+
+
+def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few: Few) -> Written:
+    """The graph of all layers, given that of few. Raises `Unlike`."""
     placeholders = graph.find_nodes(op="placeholder")
     if has_collectives(graph) or not is_plain(graph, num_primals) or any(_is_symbolic(node) for node in placeholders):
         raise Unlike("inputs or results that are no plain tensors")
     if len(results_of(graph)) != num_outputs + num_primals:
         raise Unlike("gradients that are none of inputs")
     periods = periods_of(graph, num_primals, num_outputs, few.repeat, few.number_of)
-    positions = {node: position for position, node in enumerate(placeholders)}
-    pairs = zip(periods.first[Track.INPUTS], periods.second[Track.INPUTS], strict=True)
-    if any(said.get(positions[one]) != said.get(positions[other]) for one, other in pairs):
-        raise Unlike("inputs of which other things are known")
-    return _Writer(graph, num_primals, num_outputs, periods, few).whole(joint)
+    return _Writer(graph, num_primals, num_outputs, periods, few).written()
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -83,7 +105,7 @@ class _Writer:
         self.stacks: dict[Any, Any] = {}
         self.twins: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
 
-    def whole(self, joint: fx.GraphModule) -> Whole:
+    def written(self) -> Written:
         """The copies of each stretch stand between the two: in the forward half behind the first one, which is behind the second
         in the backward half.
         """
@@ -104,13 +126,14 @@ class _Writer:
                 for pattern in self.periods.second[track]:
                     self.copied[number][track].append(self._copy(pattern, number))
         self._finish()
-        stands = {node: position for position, node in enumerate(self.graph.find_nodes(op="placeholder"))}
-        origin = {made: stands[node] for node, made in self.own.items() if node in stands}
-        for copy in self.copied:
-            pairs = zip(copy[Track.INPUTS], self.periods.second[Track.INPUTS], strict=True)
-            origin.update((made, stands[pattern]) for made, pattern in pairs)
-        primals = self.made.find_nodes(op="placeholder")[: self._count]
-        return Whole(LazyGraphModule(joint, self.made), tuple(origin[node] for node in primals))
+        patterns = {own: node for node, own in self.own.items()}
+        numbers: dict[fx.Node, int] = {}
+        for number, copy in enumerate(self.copied):
+            for track, made in copy.items():
+                patterns.update(zip(made, self.periods.second[track], strict=True))
+                numbers.update(dict.fromkeys(made, number))
+        stands_for = {node: patterns[node] for node in self.made.nodes if node.op != "output"}
+        return Written(self.made, stands_for, numbers, self.periods)
 
     @property
     def _count(self) -> int:

@@ -54,6 +54,19 @@ def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
         return EagerCall(model, (), inputs, faker, alike).cost(around) if layers_of(model) else None
 
 
+def costs_with_one_more(
+    model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, few: int
+) -> tuple[Cost, Cost] | None:
+    """The same of a model with only its first `few` layers, and with one more that does what the one before the last does, which
+    is a guess. None where turns of layers do not repeat, or cannot be followed.
+    """
+    mode, faker = faker_of(model, (), inputs)
+    with accepting_real(mode), mode, first_layers(model, few):
+        found = EagerCall(model, (), inputs, faker).step(around)
+        more = None if found is None else step_of_all(found[0], Repeat(1, 1, few, few + 1))
+        return None if found is None or more is None else (found[0].cost, more.cost)
+
+
 def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
     """Which layers stand for all in a call; None where they do not."""
     mode, faker = faker_of(model, (), inputs)
@@ -97,20 +110,28 @@ class EagerCall:
 
         FLOPs of layers by themselves are counted where nothing is around them.
         """
+        found = self.step(around)
+        if found is None:
+            return None
+        step, gradients = found
+        if around is not None:
+            return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
+        forward = step if self.alike is None else self._forward()[0]
+        cost = replace(step.cost, gradients=gradients)
+        return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
+
+    def step(self, around: Around | None) -> tuple[EagerStep, int] | None:
+        """The step and the bytes of its gradients; None as above."""
         self.reached = 0
         try:
-            step, gradients = self._of_few(around) or self._followed(around)
+            found = self._of_few(around) or self._followed(around)
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None
         if around is not None and not self.reached:
             log.info("no baseline with something around each layer: none is called")
             return None
-        if around is not None:
-            return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
-        forward = step if self.alike is None else self._forward()[0]
-        cost = replace(step.cost, gradients=gradients)
-        return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
+        return found
 
     def _of_few(self, around: Around | None) -> tuple[EagerStep, int] | None:
         """The step and the bytes of its gradients, from those of few layers; None where these do not stand for all."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.backend import Compilation
+from streamfx.capture import captured
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.inspection.all_layers import Few, of_all_layers
+from streamfx.inspection.analysed import facts_of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
 from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
@@ -29,12 +31,15 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.log import log
 from streamfx.options import Options, resolved
+from streamfx.passes import run_analyses, run_pipeline
+from streamfx.report.products import show_product
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
     ORIGINAL,
     default_partition,
     is_compiled,
+    mutated_inputs,
     real_values,
     while_traced,
 )
@@ -290,6 +295,21 @@ class _OfFew(_Watched):
     def __init__(self, module: fx.GraphModule, call: TracedCall, few: Few) -> None:
         super().__init__(module, call)
         self.few = few
+        self.found_of_few: Facts | None = None
+
+    def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
+        """Begins with what analyses have found of few layers, where that tells what they would find of all."""
+        few = self.found_of_few
+        known = None if few is None else _each_time(partial(facts_of_all_layers, few, self.few))
+        return run_pipeline(capture, self.options, show_product, known)
+
+    def analysed_few(self, capture: Callable[[], Facts]) -> Facts | None:
+        """What analyses find in the graph of few layers; None where it has to be found in that of all."""
+        try:
+            return run_analyses(capture(), self.options)
+        except Exception as error:
+            log.info("all layers are analysed: %s", error)
+            return None
 
     def partition_in_stretches(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
@@ -305,6 +325,8 @@ class _OfFew(_Watched):
         said = {
             position: (known[position].pattern if position in known else None, position in static) for position in range(count)
         }
+        about = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
+        self.found_of_few = self.analysed_few(partial(captured, joint, count, num_fwd_outputs, *about))
         whole = of_all_layers(joint, count, num_fwd_outputs, said, self.few)
         self.watched = [replace(known[old], position=i) for i, old in enumerate(whole.origins) if old in known]
         self.num_inputs = len(whole.origins)
@@ -328,6 +350,16 @@ class _OfFew(_Watched):
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise Unlike("nothing is trained")
+
+
+def _each_time(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
+    """Facts that are made anew each time; None where they cannot be."""
+    try:
+        made = [make()]
+    except Exception as error:
+        log.info("all layers are analysed: %s", error)
+        return None
+    return lambda: made.pop() if made else make()
 
 
 class _StandIn:

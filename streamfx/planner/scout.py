@@ -1,8 +1,8 @@
-"""Where a search begins: guessed from traces of the first few layers, which take a fraction of the time that all of them take.
+"""Where a search for another way's longest length begins: guessed from the first few layers, which take a fraction of the time.
 
 Layers are alike, and what grows with the sequence grows by its rows. So a peak is about that of a few layers, and for each more
-as much as between two such traces; and so is what the peak grows by from one size to the next. It remains a guess: the search
-confirms it by a trace of the whole model.
+as much as between two such numbers of them; and so is what the peak grows by from one length to the next. It remains a guess: the
+search confirms it by following the whole model.
 """
 
 from __future__ import annotations
@@ -14,24 +14,21 @@ FEWEST = 4  # layers: fewer have no stage whose neighbours are those of all othe
 
 
 class Guess(NamedTuple):
-    """Where a search begins, and bytes that do not grow with the size, where they are known."""
+    """Where a search begins, and bytes that do not grow with the length."""
 
     size: int
-    base: float | None = None
+    base: float
 
 
-def guessed(peak: Callable[[int, int], int], layers: int, step: int, first: int, budget: int) -> Guess | None:
-    """By `peak(layers, size)` of two numbers of layers, multiples of `step`, at two sizes; None where that takes longer than one
-    trace of all layers.
+def guessed(peaks: Callable[[int], tuple[int, int] | None], layers: int, first: int, budget: int) -> Guess | None:
+    """By the `peaks` of few layers and of one more, at two lengths; None where they are not known, or to follow all layers once
+    takes no longer.
     """
-    few = -(-FEWEST // step) * step
-    more = few + step
-    if 2 * (few + more) > layers:
+    if layers < 2 * (FEWEST + FEWEST + 1) or (low := peaks(first)) is None or (high := peaks(2 * first)) is None:
         return None
-    sizes = first, 2 * first
-    peaks = [of_all(peak(few, size), peak(more, size), (layers - few) / step) for size in sizes]
-    growth = (peaks[1] - peaks[0]) / first
-    base = peaks[0] - growth * first
+    before, after = (of_all(*pair, layers - FEWEST) for pair in (low, high))
+    growth = (after - before) / first
+    base = before - growth * first
     return Guess(int((budget - base) / growth), base) if growth > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""The longest sequence or the largest batch that fits: guessed from the terms of a few traces, and confirmed by one of its own.
+"""The longest sequence or the largest batch that fits: guessed from how the bytes of a trace grow, confirmed by one of its own.
 
 It runs with the choices that take the least memory: nothing kept but stage inputs, and boundaries as far apart as is best. Chunks
 have as many tokens as still keep a device busy.
@@ -10,33 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamfx.cost.terms import (
-    ATTENTION,
-    CHUNK,
-    EXCHANGED,
-    INPUTS,
-    KEY_GRADIENTS,
-    KEYS,
-    LOSS,
-    OTHER,
-    STAGE_INPUTS,
-    STATES,
-    STREAM_GRADIENT,
-)
 from streamfx.passes.partition.fit import KEEP_EVERY
+from streamfx.planner.growth import Growth, growth_of, size_within
 from streamfx.planner.predict import Prediction
-from streamfx.planner.scout import Guess
 
 FIRST_LENGTH = 65536  # on a device; where inputs of stages wait on the host, several times as many fit
 OFFLOADED = 4
 MOST_TRACES = 6
+FAR = 1.5  # times a size: so far away its work on a chunk is another
 CLOSE = 0.01  # of the size: with so little to gain the search ends
 AIM = 0.998  # how much of the memory a guess is to take
 BUSY = 1024  # tokens of a chunk: fewer save little memory and much time
 LEAST_ROWS = 8
-GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES, INPUTS, EXCHANGED, ATTENTION, OTHER)
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
+Work = Callable[[int, Prediction, int], Growth]
 
 
 @dataclass(frozen=True)
@@ -57,11 +45,10 @@ class Limits:
     def hold(self, found: Prediction) -> bool:
         return _within(found.peak_bytes, self.device) and _within(found.host_bytes, self.host)
 
-    def size(self, size: int, found: Prediction, base: float | None) -> int:
-        """Where a prediction for a size would reach a limit: what is no `base` grows, or what terms say."""
+    def size(self, size: int, found: Prediction, growth: Growth) -> int:
+        """Where a step would reach a limit, given what it takes at a size, and how the work on its chunks grows."""
         assert self.device is not None
-        growing = sum(found.peak_by_term.get(name, 0) for name in GROWING) if base is None else found.peak_bytes - base
-        most = int(size + (self.device * AIM - found.peak_bytes) / max(growing / size, 1))
+        most = size_within(self.device * AIM, size, found, growth)
         if self.host is None or not found.host_bytes:
             return most
         return min(most, int(size * self.host / found.host_bytes))
@@ -72,24 +59,38 @@ def _within(size: int, limit: int | None) -> bool:
 
 
 def largest(
-    predict: Predict, limits: Limits, options: Mapping[str, Any], first: Guess, sought: Sought, stages: int
+    predict: Predict,
+    limits: Limits,
+    options: Mapping[str, Any],
+    first: int,
+    sought: Sought,
+    stages: int,
+    work: Work | None = None,
 ) -> tuple[int, Prediction] | None:
     """About the largest size that is within limits, and its prediction; None where not even small ones are.
 
-    `stages` is about how many stages there are.
+    `stages` is about how many stages there are. `work(size, found, other)` says how the work on chunks grows to another size,
+    given what was found at one: it is asked where the search has far to go.
     """
     best: tuple[int, Prediction] | None = None
-    failed, size = None, max(first.size // sought.multiple * sought.multiple, sought.multiple)
+    before: tuple[int, Prediction] | None = None
+    failed, size = None, max(first // sought.multiple * sought.multiple, sought.multiple)
+
+    def following(growth: Growth) -> int:
+        return _between(limits.size(size, found, growth), best[0] if best else 0, failed, sought.multiple)
+
     for _ in range(MOST_TRACES):
         found = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
         if limits.hold(found):
             best = size, found
         else:
             failed = size
-        guess = limits.size(size, found, first.base)
-        if limits.hold(found) and guess - size <= CLOSE * size:
+        growth = {} if before is None else growth_of(*before, size, found)
+        if before is None and work is not None and (far := following(growth)) >= FAR * size:
+            growth = work(size, found, far)
+        if limits.hold(found) and limits.size(size, found, growth) - size <= CLOSE * size:
             break
-        size = _between(guess, best[0] if best else 0, failed, sought.multiple)
+        before, size = (size, found), following(growth)
         gain = size - best[0] if best else size
         if size < sought.multiple or gain <= CLOSE * size:
             break

@@ -19,15 +19,16 @@ from streamfx.log import log
 from streamfx.planner.context import part_of_a_sequence
 from streamfx.planner.devices import Device
 from streamfx.planner.gain import gains_from
+from streamfx.planner.growth import Growth, growth_of
 from streamfx.planner.inputs import Inputs, given_by
 from streamfx.planner.models import loss_of
 from streamfx.planner.objectives import Objective
 from streamfx.planner.predict import Prediction, held_by, predict
 from streamfx.planner.report import PlanReport
-from streamfx.planner.scout import FEWEST, Guess, guessed, of_all
-from streamfx.planner.search import AIM, FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
+from streamfx.planner.scout import FEWEST, of_all
+from streamfx.planner.search import FIRST_LENGTH, OFFLOADED, Limits, Sought, largest, least_memory
 from streamfx.planner.shards import Sharding
-from streamfx.planner.ways import Way, longest, peak_of, ways_of
+from streamfx.planner.ways import Peaks, Way, longest, peak_of, peaks_of_few, ways_of
 from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
 from streamfx.runtime.device_kinds import supposed
 
@@ -126,19 +127,35 @@ class Step:
             return {}
         assert limits.device is not None
         found: dict[str, int] = {}
+        layers = len(layers_of(self.model))
         for name, way in ways_of(self.model).items():
-            length = longest(partial(self._peak_by, way, batch), len(layers_of(self.model)), limits.device, first, LENGTHS)
+            peak, few = partial(self._peak_by, way, batch), partial(self._peaks_of_few, way, batch)
+            length = longest(Peaks(partial(peak, layers), partial(peak, 1), few), layers, limits.device, first, LENGTHS)
             if length is not None:
                 found[name] = length
         return found
 
-    def _peak_by(self, way: Way, batch: int, count: int | None, length: int) -> int | None:
-        inputs = self._inputs(batch, length)
-        with supposed(self.device.kind), uncollected(), first_layers(self.model, count or len(layers_of(self.model))):
+    def _peak_by(self, way: Way, batch: int, count: int, length: int) -> int | None:
+        inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
+        with supposed(self.device.kind), uncollected(), first_layers(self.model, count):
             # layers are the same by all ways, and heads in many chunks take long to follow
-            alike = None if count is not None or way[0] is self.model else self._alike(inputs)
-            own, peak = held_by(self.model), peak_of(way, inputs, alike)
-        return None if peak is None else peak + own + self.state + sum(value.nbytes for value in set(inputs.values()))
+            alike = None if count < layers or way[0] is self.model else self._alike(inputs)
+            peak = peak_of(way, inputs, alike)
+            return None if peak is None else peak + self._beside(inputs)
+
+    def _peaks_of_few(self, way: Way, batch: int, length: int) -> tuple[int, int] | None:
+        """Of the first few layers, and of one more."""
+        inputs, beside = self._inputs(batch, length), list[int]()
+        for count in (FEWEST, FEWEST + 1):
+            with first_layers(self.model, count):
+                beside.append(self._beside(inputs))
+        with supposed(self.device.kind), uncollected():
+            found = peaks_of_few(way, inputs)
+        return None if found is None else (found[0] + beside[0], found[1] + beside[1])
+
+    def _beside(self, inputs: Mapping[str, Tensor]) -> int:
+        """Bytes that are there all the time."""
+        return held_by(self.model) + self.state + sum(value.nbytes for value in set(inputs.values()))
 
     def _alike(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         try:
@@ -147,7 +164,7 @@ class Step:
             return None
 
     def searched(self, limits: Limits, given: Mapping[str, Any], sought_by: SoughtBy) -> PlanReport:
-        """The longest sequences, or the most of them; guessed by models of few layers where there may be such."""
+        """The longest sequences, or the most of them. Models of few layers, where there may be such, show how chunks grow."""
         batch, seq, max_batch, few, baselines = sought_by
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
@@ -159,13 +176,12 @@ class Step:
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
 
-        def peak(count: int, size: int) -> int:
-            with first_layers(self.model, count):
-                return at(size, {**least_memory(sought.sequences(size), layers + 1, given), **given}).peak_bytes
+        def work(size: int, found: Prediction, other: int) -> Growth:
+            with first_layers(self.model, FEWEST):
+                options = {**least_memory(sought.sequences(other), layers + 1, given), **given}
+                return growth_of(size, found, other, at(other, options))
 
-        every = {**least_memory(1, layers + 1, given), **given}["keep_every"]
-        guess = guessed(peak, layers, every, first, int(limits.device * AIM)) if few else None
-        best = largest(at, limits, given, guess or Guess(first), sought, layers + 1)
+        best = largest(at, limits, given, first, sought, layers + 1, work if few and layers > 2 * FEWEST else None)
         if best is None:
             what = "batch" if max_batch else "length"
             raise OverBudget(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")

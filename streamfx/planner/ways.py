@@ -8,7 +8,7 @@ with the loss in chunks          head and loss, too, in chunks of rows: no logit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from streamfx.cost.repeated import Repeat
 from streamfx.cost.turns import in_turn, one_by_one
-from streamfx.inspection.eager import Around, checkpointed, eager_cost
+from streamfx.inspection.eager import Around, checkpointed, costs_with_one_more, eager_cost
 from streamfx.inspection.layers import is_plain
 from streamfx.planner.models import loss_of
-from streamfx.planner.scout import guessed
+from streamfx.planner.scout import FEWEST, guessed
 from streamfx.planner.search import AIM, BUSY, CLOSE
 from streamfx.report.verdict import CHECKPOINTING, IN_CHUNKS
 from streamfx.runtime.offload import from_host, to_host
@@ -100,20 +100,32 @@ def peak_of(way: Way, inputs: Mapping[str, Tensor], alike: Repeat | None = None)
     return None if cost is None else cost.peak
 
 
-def longest(peak: Callable[[int | None, int], int | None], layers: int, budget: int, first: int, multiple: int) -> int | None:
-    """About the longest length whose peak is within a budget, confirmed by a trace; 0 where none is.
+def peaks_of_few(way: Way, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """The same of the first few layers, and about that of one more."""
+    model, around = way
+    costs = costs_with_one_more(loss_of(model), inputs, around, FEWEST)
+    return None if costs is None else (costs[0].peak, costs[1].peak)
 
-    `peak(count, length)` is that of the first `count` layers, of all without one; None where it is not known, as is the result.
-    """
-    if peak(1, multiple) is None:
+
+class Peaks(NamedTuple):
+    """Of a way, by length: the peak of the whole model, of its first layer, of few layers and one more; None where not known."""
+
+    whole: Callable[[int], int | None]
+    first: Callable[[int], int | None]
+    few: Callable[[int], tuple[int, int] | None]
+
+
+def longest(peaks: Peaks, layers: int, budget: int, first: int, multiple: int) -> int | None:
+    """About the longest length whose peak is within a budget, confirmed by a trace; 0 where none is, None where none is known."""
+    guess = guessed(peaks.few, layers, first, int(budget * AIM))
+    if guess is None and peaks.first(multiple) is None:
         return None
-    guess = guessed(lambda count, size: peak(count, size) or 0, layers, 1, first, int(budget * AIM))
     size, base, best, failed = first, 0.0, 0, None
     if guess is not None:
-        size, base = guess.size, guess.base or 0.0
+        size, base = guess
     for _ in range(MOST):
         size = max(size // multiple * multiple, multiple)
-        found = peak(None, size) or 0
+        found = peaks.whole(size) or 0
         best, failed = (size, failed) if found <= budget else (best, size)
         slope = max(found - base, 1) / size
         size = int(size + (AIM * budget - found) / slope)

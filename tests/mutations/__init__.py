@@ -16,6 +16,7 @@ from tests.mutations import (
     kept,
     linear,
     memory,
+    plans,
     ranks,
     reports,
     scans,
@@ -68,6 +69,7 @@ KINDS = {
     "again": "what runs whole and is made again: by what does not give the same, or not alike on all ranks",
     "wire": "what is counted of collectives",
     "told": "what a person is told that is not so, or is not told",
+    "plans": "what few layers tell of all, and one length of others, where they do not",
     "reports": "what is drawn of predictions, and how names stand in it",
 }
 OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
@@ -80,6 +82,7 @@ ROWS: tuple[Mutation, ...] = (
     *chunks.ROWS,
     *OVER_RANKS,
     *reports.ROWS,
+    *plans.ROWS,
     *told.ROWS,
     *scans.ROWS,
     *shifts.ROWS,

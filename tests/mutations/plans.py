@@ -1,0 +1,59 @@
+"""What few layers tell of all, and one length of others: taken for told where it is not."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+ANALYSED, SEARCH = "streamfx/inspection/analysed.py", "test_plan_search.py"
+TOLD = "test_analysed_layers.py::test_few_layers_tell_what_is_found_in_all"
+
+ROWS = (
+    Mutation(
+        "plans",
+        "masks that are no longer read belong to no half",
+        ANALYSED,
+        "joint=replace(joint, forward=self._among(facts.joint.forward)),",
+        "joint=joint,",
+        (TOLD,),
+    ),
+    Mutation(
+        "plans",
+        "attentions of all copies of a layer are one group",
+        ANALYSED,
+        "            is_own = number is None or id(span) in shared\n",
+        "            is_own = True\n",
+        (TOLD,),
+    ),
+    Mutation(
+        "plans",
+        "what is found of two periods may differ",
+        ANALYSED,
+        "            if _found_of(before, facts) != _found_of(after, facts):\n",
+        "            if _found_of(before, facts) is None:\n",
+        ("test_analysed_layers.py::test_periods_of_which_something_else_is_found_tell_nothing",),
+    ),
+    Mutation(
+        "plans",
+        "few layers tell which of two axes is the sequence, whatever others say",
+        ANALYSED,
+        "    if _voted(facts.axes) != {facts.axes.sequence.main} or not is_unanimous(facts):\n",
+        "    if not is_unanimous(facts):\n",
+        ("test_analysed_layers.py::test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all",),
+    ),
+    Mutation(
+        "plans",
+        "only the moment of the peak is asked where it would reach the limit",
+        "streamfx/planner/growth.py",
+        "    return [found.peak_by_term] if curve is None else [point.terms for point in curve[0].points]\n",
+        "    return [found.peak_by_term]\n",
+        (f"{SEARCH}::test_each_moment_is_asked_where_it_would_reach_the_limit",),
+    ),
+    Mutation(
+        "plans",
+        "the work on a chunk is taken not to grow",
+        "streamfx/planner/search.py",
+        "            growth = work(size, found, far)\n",
+        "            pass\n",
+        (f"{SEARCH}::test_few_layers_show_how_the_work_on_a_chunk_grows",),
+    ),
+)
