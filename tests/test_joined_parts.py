@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.facts import known
+from streamfx.passes.analysis.members import stands_in_place
 from tests.support.decoders import VOCABULARY, Decoder, Heads
 from tests.support.decoders.fused import CausalHeads
 from tests.support.exactness import compare
@@ -47,6 +49,48 @@ def test_blocks_in_turn(length: int) -> None:
 def test_a_last_block_of_one_row() -> None:
     """A single row has no rows to loop over: what joins it to others runs whole."""
     compare(Blocks().double(), batch(21), also=(1, 64), streams=False)
+
+
+class TableHeads(Heads):
+    """Linear attention in blocks whose decays are in tables that all blocks read, as MiniMax's; a table may be trained."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        decays = torch.exp(-torch.arange(1.0, 5.0) / 3)[:, None]
+        self.decays = torch.nn.Parameter(decays) if trained else torch.nn.Buffer(decays)
+        self.pairs = torch.nn.Buffer((decays / decays.T).tril())
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        for start in range(0, q.shape[2], 4):
+            a, b, c = (part[:, :, start : start + 4] for part in (q, k, v))
+            rows = a.shape[2]
+            made.append((a @ b.mT * self.pairs[:rows, :rows]) @ c + (a * self.decays[:rows]) @ state)
+            state = state * 0.3 + (b * self.decays[-rows:]).mT @ c
+        return torch.cat(made, 2)
+
+
+class Tables(Decoder):
+    attention = TableHeads
+
+
+class TrainedTables(Decoder):
+    attention = partial(TableHeads, trained=True)
+
+
+@pytest.mark.parametrize("length", only([22], [12, 19, 22]))
+def test_blocks_that_read_one_table(length: int) -> None:
+    """Each block has an axis of its own, though all are multiplied by the same numbers."""
+    report = compare(Tables().double(), batch(length), also=(1, 7, 64))
+    axes = known(report.facts[0].found_axes)
+    joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]
+    assert len(joins) == 2, "one in each layer"
+
+
+def test_blocks_that_train_one_table() -> None:
+    """Its gradient is a sum over blocks, whose rows are then the same rows: exact, and no reader gets a view for itself."""
+    report = compare(TrainedTables().double(), batch(22), also=(1, 64), streams=False)
+    assert not [node for node in report.facts[0].joint.nodes if node.target is torch.ops.aten.alias.default]
 
 
 class Joined(Decoder):

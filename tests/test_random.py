@@ -45,6 +45,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "associative": (3, 1, 11, 16),
     "shifted": (2, 5, 0),
     "joined": (2, 4, 5),
+    "tables": (0, 1, 18, 23, 17),
     "decays": (1, 3, 0, 5),
 }
 

@@ -29,6 +29,7 @@ from tests.random_decoders.extras import (
 )
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
+from tests.random_decoders.tables import TABLES
 
 SCORES = ("matmul", "einsum", "biased")
 
@@ -199,6 +200,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "over keys": partial(_beside, extras=OVER_KEYS),
     "shifted": partial(_beside, extras=SHIFTED),
     "joined": partial(_beside, extras=JOINED),
+    "tables": partial(_beside, extras=TABLES),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -228,6 +230,7 @@ OFTEN = (
     "over keys",
     "shifted",
     "joined",
+    "tables",
     "views",
     "stages",
     "whole",
