@@ -132,3 +132,33 @@ def test_parts_in_place(name: str) -> None:
 def test_parts_elsewhere(name: str) -> None:
     """Rows that do not stand behind one another: exact, however they run."""
     compare(Joined(ELSEWHERE[name]).double(), batch(18), also=(1, 64), streams=None)
+
+
+class Rotary(torch.nn.Module):
+    """Rotary positions in a graph of their own, as a break in the code leaves them."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return x * cos[:, :, None] + turned * sin[:, :, None]
+
+
+def test_halves_that_change_places_are_features() -> None:
+    """Nothing of a graph without a weight says which of its axes are rows, but that parts of features change places."""
+    x, cos, sin = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 19, 4, 6), (2, 19, 6), (2, 19, 6)))
+    report = compare(Rotary(), {"x": x.requires_grad_(), "cos": cos, "sin": sin}, also=(1, 7, 64))
+    assert known(known(report.facts[0].found_axes).sequence).length == 19
+
+
+class SideBySide(torch.nn.Module):
+    """Rows of numbers that lie side by side, of which parts are worked on in turn, and which add up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat((x[..., :half].sin(), x[..., half:].cos()), -1).mul(x).cumsum(-1)
+
+
+def test_rows_side_by_side() -> None:
+    """Parts that stay where they stood are no features."""
+    report = compare(SideBySide(), {"x": torch.randn(2, 22, dtype=torch.float64).requires_grad_()}, also=(1, 7, 64))
+    assert known(known(report.facts[0].found_axes).sequence).length == 22

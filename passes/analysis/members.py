@@ -146,6 +146,19 @@ def stands_in_place(node: fx.Node, axes: AxisFacts) -> bool:
     return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]
 
 
+def turned_axes(axes: AxisFacts) -> set[Atom]:
+    """Axes whose parts are joined again in other places than those from which they were cut."""
+    starts: dict[tuple[Atom, Atom], set[Size]] = defaultdict(set)
+    for source, target, start, _ in shift_links(axes):
+        starts[source, target].add(start)
+    joins = [join for node in axes.signatures if (join := join_of(node, axes)) is not None]
+    return {
+        join.whole
+        for join in joins
+        if len({simplified(start - before) for part, before in join.parts for start in starts[join.whole, part]}) > 1
+    }
+
+
 def shift_links(axes: AxisFacts) -> list[Link]:
     links = []
     for node, signature in axes.signatures.items():

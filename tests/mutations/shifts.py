@@ -131,4 +131,20 @@ ROWS = (
         "if letter in signature.windows]",
         (TABLES,),
     ),
+    Mutation(
+        "joins",
+        "features whose halves change places are rows",
+        "passes/analysis/axes.py",
+        " - (inner & turned_axes(axes))",
+        "",
+        ("test_joined_parts.py::test_halves_that_change_places_are_features",),
+    ),
+    Mutation(
+        "joins",
+        "all parts that are joined change places",
+        "passes/analysis/members.py",
+        "for start in starts[join.whole, part]}) > 1\n",
+        "for start in starts[join.whole, part]}) > 0\n",
+        ("test_joined_parts.py::test_rows_side_by_side",),
+    ),
 )
