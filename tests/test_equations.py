@@ -132,6 +132,9 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "token shift": (CASES["a row in front"], CASES["two rows"]),
     "rows written into a constant": (CASES["written 0.0 1 3"], CASES["written over rows"]),
     "rows of a matrix": (CASES["gathered rows"], CASES["gathered elements"]),
+    "rows put back": (CASES["put back"], CASES["put in order again"]),
+    "gradient of rows put back": (CASES["gradients put back"], CASES["gradients added to others"]),
+    "gradient of rows in order": (CASES["gradients in order"], CASES["gradients in an order along another dimension"]),
     "first rows by number": (
         Case(lambda x: x.index_select(1, torch.arange(2)), (plain(4, 3),)),
         Case(lambda x: x.index_select(1, torch.arange(1, 3)), (plain(4, 3),)),

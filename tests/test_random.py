@@ -46,6 +46,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "shifted": (2, 5, 0),
     "joined": (2, 4, 5),
     "tables": (0, 1, 18, 23, 17),
+    "orders": (22, 11, 9, 19, 3),
     "decays": (1, 3, 0, 5),
 }
 

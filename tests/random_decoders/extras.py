@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.tables import TABLES
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -391,6 +392,7 @@ LINES = {
     **SHIFTED,
     **JOINED,
     **TABLES,
+    **ORDERS,
     **NUMBERS,
     **FEW,
     **HALVES,

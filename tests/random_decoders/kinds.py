@@ -28,6 +28,7 @@ from tests.random_decoders.extras import (
     SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
+from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.tables import TABLES
 
@@ -201,6 +202,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "shifted": partial(_beside, extras=SHIFTED),
     "joined": partial(_beside, extras=JOINED),
     "tables": partial(_beside, extras=TABLES),
+    "orders": partial(_beside, extras=ORDERS),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -231,6 +233,7 @@ OFTEN = (
     "shifted",
     "joined",
     "tables",
+    "orders",
     "views",
     "stages",
     "whole",
