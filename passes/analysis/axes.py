@@ -276,7 +276,7 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
             dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
-            own = {atom for dim in dims for atom in dim}
+            own = {dim[0] for dim in dims if len(dim) == 1}
             links += [(one, other) for one in own for other in own]
     found: set[Atom] = set()
     while atoms - found:
