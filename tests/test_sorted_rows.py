@@ -53,10 +53,24 @@ def test_what_is_put_back_is_what_it_was(value: float) -> None:
 
     def signs(x: Tensor, hashes: Tensor) -> Tensor:
         order = hashes.argsort(1)
-        rows = x.gather(1, order[..., None].expand_as(x)) * value
+        rows = x.gather(1, order[..., None].expand_as(x)).cumsum(1) * value
         return torch.copysign(torch.ones_like(x), rows.gather(1, by_scattering(order)[..., None].expand_as(x)))
 
     x, hashes = torch.randn(2, 24, 6), torch.randint(0, 5, (2, 24))
     with torch.no_grad():
         compiled = torch.compile(signs, backend="streambp", options={"chunk_size": 5})
         torch.testing.assert_close(compiled(x, hashes), signs(x, hashes), rtol=0, atol=0)
+
+
+class Written(torch.nn.Module):
+    """Some rows are written over others, by number."""
+
+    def forward(self, x: Tensor, hashes: Tensor) -> Tensor:
+        order = hashes.argsort(1)[:, :12, None].expand(-1, -1, x.shape[-1])
+        return torch.ones_like(x).scatter(1, order, x[:, :12].sin()) * x
+
+
+def test_rows_written_over_others() -> None:
+    """What is not written stays: no sum over rows."""
+    inputs = {"x": torch.randn(2, 24, 6, dtype=torch.float64).requires_grad_(), "hashes": torch.randint(0, 5, (2, 24))}
+    compare(Written(), inputs, also=(1, 7, 64), streams=None)

@@ -3,8 +3,8 @@
     x.view(n, k), x[2 * k : 3 * k]                    ->    x.view(n, k), x.view(n, k)[2]
     d.view(n * k) + slice_backward(g, 2 * k, 3 * k)   ->    d.view(n * k) + select_backward(g, 2).view(n * k)
 
-Loops over blocks cut them out; what is worked on for all blocks at once has them in a dimension of their own. Said in one way, rows
-within blocks are not taken for rows.
+Loops over blocks cut them out; what is worked on for all blocks at once has them in a dimension of their own. Said in one way,
+rows within a block are not taken for rows of the sequence. What such a loop writes and autograd takes apart is said shorter, too.
 """
 
 from __future__ import annotations
@@ -67,10 +67,14 @@ def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     one, other = (node_argument(part) for part in parts)
     is_put = aten.select_backward.default in (one.target, other.target)
-    if not is_put or shape_of_node(one) != shape_of_node(other) or not is_alike(one, other):
+    if (
+        not is_put
+        or shape_of_node(one) != shape_of_node(other)
+        or not _are_like(node, parts)
+        or not _is_fixed(shape_of_node(node))
+    ):
         return None
-    size = list(shape_of_node(node))
-    return writer.call(aten.view.default, writer.call(aten.add.Tensor, one, other), size) if _is_fixed(size) else None
+    return writer.call(aten.view.default, writer.call(aten.add.Tensor, one, other), list(shape_of_node(node)))
 
 
 @equation(aten.slice.Tensor)
@@ -108,7 +112,7 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     """
     total = node_argument(node)
     own, parts = _rows_of(node, total), total.all_input_nodes
-    if own is None or total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs or len(parts) != 2:
+    if own is None or total.target is not aten.add.Tensor or len(parts) != 2 or total.kwargs or not _are_like(total, parts):
         return None
     places = [_rows_of(part, part) if part.target is aten.slice_backward.default else None for part in parts]
     inside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _holds(rows, own)]
@@ -120,14 +124,20 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
+def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
+    """Whether nothing is repeated or converted to be added up."""
+    return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
+
+
 def _rows_of(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     """Along which dimension of `whole` a slice is taken or put, its first row and the one behind its last."""
     arguments, shape = bound_arguments(node), shape_of_node(whole)
     dim = arguments["dim"] % max(len(shape), 1)
-    start, end, length = arguments["start"] or 0, arguments["end"], shape[dim] if shape else None
-    if not (isinstance(start, int) and (end is None or isinstance(end, int)) and isinstance(length, int)) or arguments["step"] != 1:
+    start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
+    is_known = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
+    if not is_known or arguments["step"] != 1:
         return None
-    begin, behind, _ = slice(start, end).indices(length)
+    begin, behind, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
     return (dim, begin, behind) if begin < behind else None
 
 

@@ -74,7 +74,7 @@ ROWS = (
         "whatever is scattered is written once",
         "    positions = () if EACH_ONCE in call.node.meta else (rank,)\n",
         "    positions = ()\n",
-        ("test_rules.py::test_law",),
+        ("test_sorted_rows.py::test_rows_written_over_others",),
         "passes/operators/rules/indexing.py",
     ),
 )
