@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.orders import ORDERS
-from tests.random_decoders.tables import TABLES
+from tests.random_decoders.of_rows import OF_ROWS
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -391,8 +390,7 @@ LINES = {
     **LOOKED_UP,
     **SHIFTED,
     **JOINED,
-    **TABLES,
-    **ORDERS,
+    **OF_ROWS,
     **NUMBERS,
     **FEW,
     **HALVES,

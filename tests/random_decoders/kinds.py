@@ -28,6 +28,7 @@ from tests.random_decoders.extras import (
     SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
+from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.tables import TABLES
@@ -203,6 +204,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "joined": partial(_beside, extras=JOINED),
     "tables": partial(_beside, extras=TABLES),
     "orders": partial(_beside, extras=ORDERS),
+    "loops": partial(_beside, extras=LOOPS),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -234,6 +236,7 @@ OFTEN = (
     "joined",
     "tables",
     "orders",
+    "loops",
     "views",
     "stages",
     "whole",
