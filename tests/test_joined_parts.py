@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -74,8 +73,13 @@ class Tables(Decoder):
     attention = TableHeads
 
 
+class TrainedTableHeads(TableHeads):
+    def __init__(self) -> None:
+        super().__init__(trained=True)
+
+
 class TrainedTables(Decoder):
-    attention = partial(TableHeads, trained=True)
+    attention = TrainedTableHeads
 
 
 @pytest.mark.parametrize("length", only([22], [12, 19, 22]))

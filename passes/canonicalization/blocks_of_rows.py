@@ -159,9 +159,8 @@ def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     if rows is None or not _is_fixed(shape):
         return None
     dim, start, end = rows
-    size, length = end - start, shape[dim]
-    fits = 1 < size < length and start % size == 0 and length % size == 0
-    return (dim, start // size, size) if fits else None
+    size = end - start
+    return (dim, start // size, size) if 1 < size < shape[dim] and start % size == 0 else None  # type: ignore[operator]
 
 
 def _in_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:

@@ -14,13 +14,8 @@ def _row(what: str, before: str, after: str) -> Mutation:
 ROWS = (
     _row(
         "blocks begin anywhere",
-        " and start % size == 0 and length",
-        " and length",
-    ),
-    _row(
-        "rows are blocks of any size",
-        " and length % size == 0\n",
-        "\n",
+        " and start % size == 0 else None",
+        " else None",
     ),
     _row(
         "every other row of a block is the block",
