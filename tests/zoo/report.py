@@ -17,7 +17,7 @@ HEAD = """\
 
 Every model type of transformers' causal language modelling mapping, as `python -m tests.zoo --all` found it (`--report` writes
 this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager. The delta
-rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smaller, there are 150 tokens, in chunks of whole blocks.
+rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smaller, there are 150 tokens, in whole blocks.
 
 - *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
   A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
