@@ -275,8 +275,8 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     links = [(source, target) for source, target, _, _ in shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
-            own = {dim[0] for dim in dims if len(dim) == 1}
+            whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
+            own = {*whole, *(atom for part in parts for atom in part[:1])}  # a part may be in blocks, whose rows are no relatives
             links += [(one, other) for one in own for other in own]
     found: set[Atom] = set()
     while atoms - found:

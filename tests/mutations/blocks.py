@@ -62,12 +62,4 @@ ROWS = (
         " or len(parts) != 2 or total.kwargs or not _are_like(total, parts)",
         " or len(parts) != 2 or not _are_like(total, parts)",
     ),
-    Mutation(
-        "blocks",
-        "rows within a block are relatives of the rows of which blocks are joined",
-        "passes/analysis/axes.py",
-        "            own = {dim[0] for dim in dims if len(dim) == 1}\n",
-        "            own = {atom for dim in dims for atom in dim}\n",
-        ("test_loops_over_blocks.py::test_two_blocks_and_rows_behind_them",),
-    ),
 )
