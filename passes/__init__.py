@@ -29,6 +29,7 @@ from streamfx.passes.partition.loss_gradient import LossGradient
 from streamfx.passes.partition.plan import Plan
 from streamfx.passes.partition.stages import Stages
 from streamfx.passes.recurrences.detection import Recurrences
+from streamfx.passes.recurrences.own_tables import OwnTables
 from streamfx.passes.recurrences.truncations import Truncations
 from streamfx.passes.verifier import Verifier
 
@@ -70,7 +71,7 @@ def analyses(options: Options) -> tuple[Pass, ...]:
         Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
         Canonicalize(),  # what is this, in the fewest operators?
         Recurrences(),  # which unrolled loops carry a state from row to row?
-        Fixpoint(Axes(), (SumsAlongSequence(), SumsOverRanks())),  # which dimension of which value is the sequence?
+        Fixpoint(Axes(), (SumsAlongSequence(), OwnTables(), SumsOverRanks())),  # which dimension of which value is the sequence?
         Demand(),  # which rows of its operands does each operator need?
         Truncations(options),  # which gradients of states reach back few rows alone, where that was asked for?
         Causality(),  # which keys can a chunk's rows see?

@@ -184,6 +184,113 @@ ORDERS = {
 }
 
 
+def in_order(how: Function, keys_descend: bool = False) -> Function:
+    """Rows [2 5 3] in an order of each sequence's own, and what undoes it, as numbers [2 5]."""
+
+    def function(x: Tensor, keys: Tensor) -> Any:
+        order = keys.argsort(1, descending=keys_descend)
+        undone = torch.zeros_like(order).scatter(1, order, torch.arange(5).expand(2, 5))
+        return how(x.gather(1, columns(order)) * 2, order, undone)
+
+    return function
+
+
+def columns(index: Tensor) -> Tensor:
+    return index[..., None].expand(*index.shape, 3)
+
+
+def numbered(order: Tensor, numbers: Tensor) -> Tensor:
+    return torch.zeros_like(order).scatter(1, order, numbers.expand_as(order))
+
+
+Q = (special(2, 5, 3), torch.tensor([[3, 1, 3, 0, 2], [0, 5, 1, 1, 1]]))
+PUT_BACK = {
+    "put back": Case(in_order(lambda rows, order, undone: rows.gather(1, columns(undone))), Q),
+    "put back from the largest": Case(in_order(lambda rows, order, undone: rows.gather(1, columns(undone)), True), Q),
+    "put back by another sort": Case(in_order(lambda rows, order, undone: rows.gather(1, columns(order.argsort(1)))), Q),
+    "put back from behind": Case(in_order(lambda rows, order, undone: rows.gather(-2, columns(undone))), Q),
+    "numbers put back": Case(in_order(lambda rows, order, undone: order.gather(1, undone)), Q),
+    "put in order again": Case(in_order(lambda rows, order, undone: [rows.gather(1, columns(order)), undone]), Q, changes=False),
+    "put back in part": Case(in_order(lambda rows, order, undone: rows.gather(1, columns(undone[:, :3]))), Q, changes=False),
+    "put back from the end": Case(
+        in_order(lambda rows, order, undone: [rows.gather(1, columns(order.argsort(1, descending=True))), undone]),
+        Q,
+        changes=False,
+    ),
+    "put back by counting down": Case(
+        in_order(lambda rows, order, undone: rows.gather(1, columns(numbered(order, torch.arange(5).flip(0))))), Q, changes=False
+    ),
+    "put back by part of an order": Case(
+        in_order(
+            lambda rows, order, undone: rows.gather(1, columns(undone.scatter(1, order[:, :2], torch.arange(2).expand(2, 2))))
+        ),
+        Q,
+        changes=False,
+    ),
+    "put back along another dimension": Case(
+        lambda x, keys: x.gather(0, torch.zeros_like(keys).scatter(1, keys.argsort(1), torch.arange(5).expand(5, 5))),
+        (special(5, 5), Q[1].repeat(3, 1)[:5]),
+        changes=False,
+    ),
+    "put back by what is scattered along another": Case(
+        lambda x, keys: x.gather(0, torch.zeros_like(keys).scatter(1, keys.argsort(0), torch.arange(5)[:, None].expand(5, 5))),
+        (special(5, 5), Q[1].repeat(3, 1)[:5]),
+        changes=False,
+    ),
+    "put back from more rows": Case(
+        lambda x, keys: x.gather(1, columns(keys.argsort(1).argsort(1))), (special(2, 7, 3), Q[1]), changes=False
+    ),
+    "put back by an order of fewer rows": Case(
+        lambda x, keys: x.gather(
+            1, columns(torch.zeros(2, 7, dtype=torch.int64).scatter(1, keys.argsort(1), torch.arange(5).expand(2, 5)))
+        ),
+        (special(2, 7, 3), Q[1]),
+        changes=False,
+    ),
+    "gradients of fewer rows": Case(
+        lambda x, keys: torch.zeros(2, 7, 3, dtype=x.dtype).scatter_add(1, columns(keys.argsort(1)), x), Q, changes=False
+    ),
+    "put back by what is sorted along another": Case(
+        lambda x, keys: x.gather(1, torch.zeros_like(keys).scatter(1, keys.argsort(0), torch.arange(5).expand(5, 5))),
+        (special(5, 5), Q[1].repeat(3, 1)[:5]),
+        changes=False,
+    ),
+    "put back by what counts along another": Case(
+        lambda x, keys: x.gather(1, torch.zeros_like(keys).scatter(1, keys.argsort(1), torch.arange(5)[:, None].expand(5, 5))),
+        (special(5, 5), Q[1].repeat(3, 1)[:5]),
+        changes=False,
+    ),
+    "gradients put back": Case(
+        in_order(lambda rows, order, undone: torch.zeros_like(rows).scatter_add(1, columns(undone), rows)), Q
+    ),
+    "gradients in order": Case(
+        in_order(lambda rows, order, undone: [torch.zeros_like(rows).scatter_add(1, columns(order), rows), undone]), Q
+    ),
+    "gradients of some in order": Case(
+        in_order(
+            lambda rows, order, undone: (
+                torch.zeros_like(rows).scatter_add(1, columns(order[:, :3]), rows[:, :3]) + undone[..., None]
+            )
+        ),
+        Q,
+        changes=False,
+    ),
+    "gradients in an order along another dimension": Case(
+        lambda x, keys: torch.zeros_like(x).scatter_add(0, keys.argsort(1), x),
+        (special(5, 5), Q[1].repeat(3, 1)[:5]),
+        changes=False,
+    ),
+    "gradients added to others": Case(
+        in_order(lambda rows, order, undone: torch.ones_like(rows).scatter_add(1, columns(undone), rows)), Q, changes=False
+    ),
+    "gradients of a part": Case(
+        in_order(lambda rows, order, undone: torch.zeros_like(rows).scatter_add(1, columns(undone[:, :3]), rows[:, :3])),
+        Q,
+        changes=False,
+    ),
+}
+
+
 def grouped(summed: Function, heads: int = 2, times: int = 3) -> Function:
     """Attention over heads that are repeated, and what becomes of the gradient of the keys."""
 
@@ -218,7 +325,7 @@ def test_groups_of_heads(name: str) -> None:
     assert any(node.target is aten.expand.default for node in after.graph.nodes) is not undone
 
 
-CASES = SOFTMAX | GRADIENTS | COLUMNS | LOSSES | CONVOLUTIONS | ORDERS
+CASES = SOFTMAX | GRADIENTS | COLUMNS | LOSSES | CONVOLUTIONS | ORDERS | PUT_BACK
 
 
 @pytest.mark.parametrize("name", CASES)

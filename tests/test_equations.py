@@ -17,7 +17,7 @@ from streamfx.report.listing import call_text, dtype_text, shape_text
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
 from streamfx.runtime.decayed_sums import BACKWARD, DECAYED_SUMS
 from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
-from tests import test_attention_with_sink, test_canonical, test_canonical_equations, test_relative_shifts
+from tests import test_attention_with_sink, test_canonical, test_canonical_blocks, test_canonical_equations, test_relative_shifts
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
@@ -26,7 +26,7 @@ from tests.support.stateful.selective import selective, selective_backward
 
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
-CASES = test_canonical.CASES | test_canonical_equations.CASES
+CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
 ROWS = {row.name: row for row in (*TABLE, *WHERE_NO_KERNEL_DOES)}
 
 
@@ -132,6 +132,15 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "token shift": (CASES["a row in front"], CASES["two rows"]),
     "rows written into a constant": (CASES["written 0.0 1 3"], CASES["written over rows"]),
     "rows of a matrix": (CASES["gathered rows"], CASES["gathered elements"]),
+    "rows put back": (CASES["put back"], CASES["put in order again"]),
+    "gradient of rows put back": (CASES["gradients put back"], CASES["gradients added to others"]),
+    "gradient of rows in order": (CASES["gradients in order"], CASES["gradients in an order along another dimension"]),
+    "block of a view": (CASES["a block of a view"], CASES["a block of another size"]),
+    "gradient of a block": (CASES["a gradient of a block"], CASES["a gradient between blocks"]),
+    "sum of joined blocks": (CASES["blocks that are added"], CASES["blocks that are repeated and added"]),
+    "block of joined blocks": (CASES["a block of joined ones"], CASES["blocks that are joined otherwise"]),
+    "rows beside those written": (CASES["rows beside those written"], CASES["rows among those written"]),
+    "rows of a sum of paddings": (CASES["rows of a sum of paddings"], CASES["rows of both paddings"]),
     "first rows by number": (
         Case(lambda x: x.index_select(1, torch.arange(2)), (plain(4, 3),)),
         Case(lambda x: x.index_select(1, torch.arange(1, 3)), (plain(4, 3),)),

@@ -45,6 +45,9 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "associative": (3, 1, 11, 16),
     "shifted": (2, 5, 0),
     "joined": (2, 4, 5),
+    "tables": (0, 1, 18, 23, 17),
+    "orders": (22, 11, 9, 19, 3),
+    "loops": (7, 11, 19, 6),
     "decays": (1, 3, 0, 5),
 }
 

@@ -26,7 +26,7 @@ from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, 
 from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
 from streamfx.ir.sizes import numeric, product, shape_of
 from streamfx.log import log
-from streamfx.passes.analysis.members import members_of, sequence_of, shift_links
+from streamfx.passes.analysis.members import members_of, sequence_of, shift_links, turned_axes
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, Rule, rule_for
@@ -275,8 +275,8 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     links = [(source, target) for source, target, _, _ in shift_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            dims = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.whole]
-            own = {atom for dim in dims for atom in dim}
+            whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
+            own = {*whole, *(atom for part in parts for atom in part[:1])}  # a part may be in blocks, whose rows are no relatives
             links += [(one, other) for one in own for other in own]
     found: set[Atom] = set()
     while atoms - found:
@@ -345,7 +345,8 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
     Views and results take their memory all the same. What is made along a part that is cut out of an axis counts for both.
 
-    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows. One along
+    Among the axes of the inputs one with an order comes first, even where something in between needs all its rows, unless it is
+    one of features: its numbers lie side by side, and parts of them change places, as halves do in rotary positions. One along
     which numbers are drawn comes last: what has no rows is drawn once, as eager draws it.
     """
     gain: dict[Atom, int] = defaultdict(int)
@@ -364,9 +365,9 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     for node in joint.primals:
         if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
             barred |= _atoms(node, axes)
-    sequences = own & ordered & gain.keys()
-    candidates = sequences or (gain.keys() - barred)
     inner = _innermost_axes(joint, axes)
+    sequences = (own & ordered & gain.keys()) - (inner & turned_axes(axes))
+    candidates = sequences or (gain.keys() - barred)
     drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
     total = {atom: sum(gain.get(member, 0) for member in members_of(atom, axes)[0]) for atom in candidates}
     ranked = sorted(candidates, key=lambda a: (a in barred, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))

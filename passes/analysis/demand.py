@@ -22,7 +22,7 @@ from streamfx.ir.facts import AxisFacts, DemandFacts, Facts, Form, Role, Shape
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Scan, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
-from streamfx.passes.analysis.members import join_of
+from streamfx.passes.analysis.members import stands_in_place
 from streamfx.passes.analysis.whys import why_too_many, why_whole
 from streamfx.passes.operators.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.operators.fillers import FILLERS
@@ -188,10 +188,10 @@ class _Analysis:
 
     def _relate(self, node: fx.Node, parity: _Parity) -> None:
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
-        for letter in letters:
-            if letter in signature.windows:
-                parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
-        first, *others = [letter for letter in letters if letter not in signature.windows]
+        shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].of in letters]
+        for letter in shifted:
+            parity.relate((node, letter), (node, signature.windows[letter].of), opposite=False)
+        first, *others = [letter for letter in letters if letter not in shifted]
         for other in others:
             parity.relate((node, first), (node, other), opposite=True)
         values = [*zip(tensor_operands(node), signature.operands, strict=True)]
@@ -321,17 +321,10 @@ class _Analysis:
         for letter, tile in signature.tiles.items():
             if self._are_own_blocks(node, letter, tile.of):
                 roles[letter] = roles[tile.of] = Role.ROWS
-        if signature.joined is not None and self._stands_in_place(node):
+        if signature.joined is not None and stands_in_place(node, self.axes):
             letter, joined = signature.joined
             roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
         return roles
-
-    def _stands_in_place(self, node: fx.Node) -> bool:
-        """Whether rows of the sequence are joined, each behind the one in front of it: a chunk joins its own of each part."""
-        sequence, join = self.axes.sequence, join_of(node, self.axes)
-        if sequence is None or join is None or join.whole not in sequence.members or join.whole in sequence.blocks:
-            return False
-        return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]
 
     def _are_own_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
         """Whether an axis of blocks is cut out of one of rows such that both have the same part in each chunk."""

@@ -138,6 +138,27 @@ def join_of(node: fx.Node, axes: AxisFacts) -> Join | None:
     return Join(whole, tuple((part, before) for (part,), (_, before) in zip(parts, joined.parts, strict=True)))
 
 
+def stands_in_place(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether rows of the sequence are joined, each behind the one in front of it: a chunk joins its own of each part."""
+    sequence, join = axes.sequence, join_of(node, axes)
+    if sequence is None or join is None or join.whole not in sequence.members or join.whole in sequence.blocks:
+        return False
+    return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]
+
+
+def turned_axes(axes: AxisFacts) -> set[Atom]:
+    """Axes whose parts are joined again in other places than those from which they were cut."""
+    starts: dict[tuple[Atom, Atom], set[Size]] = defaultdict(set)
+    for source, target, start, _ in shift_links(axes):
+        starts[source, target].add(start)
+    joins = [join for node in axes.signatures if (join := join_of(node, axes)) is not None]
+    return {
+        join.whole
+        for join in joins
+        if len({simplified(start - before) for part, before in join.parts for start in starts[join.whole, part]}) > 1
+    }
+
+
 def shift_links(axes: AxisFacts) -> list[Link]:
     links = []
     for node, signature in axes.signatures.items():

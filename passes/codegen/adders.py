@@ -31,6 +31,11 @@ def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]
     return sums.add_looked_up, (*builder.operands(node), node.args[3])
 
 
+def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    _, index, rows = builder.operands(node)
+    return sums.put, (node.args[1], index, rows)
+
+
 def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     x, y, group = builder.operands(node)
     return add_outer, (x, y, *arranged(builder, group, node.args[3]))
@@ -50,6 +55,7 @@ ADDERS: dict[Any, Adder] = {
     aten.mm.default: _mm,
     aten.bmm.default: _mm,
     aten.embedding_dense_backward.default: _look_up,
+    aten.scatter.src: _put,
 }
 # Products, whatever type they are added in; rows that are looked up are added one by one.
 ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
@@ -169,10 +171,15 @@ def why_no_stages(facts: Facts) -> str:
 
 
 def _is_single_row(facts: Facts) -> bool:
-    """Whether the tensors that change from call to call have one element each: ids of one token."""
+    """Whether the tensors that change from call to call are one row each: the id of one token, or the features of one."""
     primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not primal.meta.get("streamfx_static_address")]
-    shapes = [primal.meta["val"].shape for primal in primals]
-    return any(shapes) and all(isinstance(size, int) and size == 1 for shape in shapes for size in shape)
+    rows = [_sizes_of_rows(primal.meta["val"]) for primal in primals]
+    return bool(rows) and all(isinstance(size, int) and size == 1 for sizes in rows for size in sizes)
+
+
+def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
+    """The sizes of a value's dimensions, without that of features."""
+    return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
 
 
 def _unknown(node: fx.Node) -> str:

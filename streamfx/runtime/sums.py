@@ -48,3 +48,8 @@ def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) 
     if padding >= 0:
         parts = parts.masked_fill((rows == padding).unsqueeze(-1), 0)
     total.index_add_(0, rows, parts)
+
+
+def put(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:
+    """Rows are written into places of a total that no other chunk writes."""
+    total.scatter_(dim, index, rows.to(total.dtype))

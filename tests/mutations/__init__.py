@@ -10,12 +10,14 @@ fault that no test saw adds the test, and the mended line as a row.
 from __future__ import annotations
 
 from tests.mutations import (
+    blocks,
     chunks,
     decays,
     equations,
     kept,
     linear,
     memory,
+    orders,
     plans,
     ranks,
     reports,
@@ -51,6 +53,8 @@ KINDS = {
     "scans": "a loop over rows that is one operator, taken for another",
     "shifts": "scores by distance, shifted row by row: what is no such shift, or takes the next row's",
     "joins": "parts that are joined to one sequence, of which a chunk joins its own rows",
+    "orders": "rows that are sorted and put back, each into a place of its own, or not",
+    "blocks": "blocks that are cut out of rows, and what is added to them",
     "truncations": "gradients that reach back few rows, or not",
     "trees": "an associative scan that was traced as a tree, taken for another",
     "decays": "a product with weights that decay, taken for another",
@@ -86,6 +90,8 @@ ROWS: tuple[Mutation, ...] = (
     *told.ROWS,
     *scans.ROWS,
     *shifts.ROWS,
+    *orders.ROWS,
+    *blocks.ROWS,
     *truncations.ROWS,
     *trees.ROWS,
     *states.ROWS,

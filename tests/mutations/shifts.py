@@ -7,6 +7,7 @@ from tests.mutations.row import Mutation
 FOUND, EMITTED = "passes/canonicalization/relative_shifts.py", "passes/codegen/emitters.py"
 RUN = "streamfx/runtime/relative_shifts.py"
 OTHERS, BY_NUMBER = "test_relative_shifts.py::test_no_shift", "test_relative_shifts.py::test_first_rows_by_number"
+TABLES = "test_joined_parts.py::test_blocks_that_read_one_table"
 SHOWS = "test_relative_shifts.py::test_the_next_row_shows"
 
 ROWS = (
@@ -93,9 +94,9 @@ ROWS = (
     Mutation(
         "joins",
         "what is joined has its rows in place",
-        "passes/analysis/demand.py",
-        "        return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]\n",
-        "        return True\n",
+        "passes/analysis/members.py",
+        "    return join.begin(sequence.members, sequence.blocks) == sequence.members[join.whole][0]\n",
+        "    return True\n",
         ("test_joined_parts.py::test_parts_elsewhere",),
     ),
     Mutation(
@@ -105,5 +106,45 @@ ROWS = (
         "        split = along or split  # features that are taken apart are no rows\n",
         "",
         ("test_windows.py::test_blocks_beside_features_that_are_taken_apart",),
+    ),
+    Mutation(
+        "joins",
+        "a view that a reader has for itself runs along the axes of its table",
+        "passes/operators/rules/pointwise.py",
+        "    if OWN_AXES not in call.node.meta:\n",
+        "    if call.node.meta:\n",
+        (TABLES,),
+    ),
+    Mutation(
+        "joins",
+        "views of tables stay, though no more parts stand in place with them",
+        "passes/recurrences/own_tables.py",
+        "        for view in views:\n",
+        "        for view in views[:0]:\n",
+        ("test_joined_parts.py::test_blocks_that_train_one_table",),
+    ),
+    Mutation(
+        "joins",
+        "what is cut out of a table twice is rows of what it was cut out of",
+        "passes/analysis/demand.py",
+        "if letter in signature.windows and signature.windows[letter].of in letters]",
+        "if letter in signature.windows]",
+        (TABLES,),
+    ),
+    Mutation(
+        "joins",
+        "features whose halves change places are rows",
+        "passes/analysis/axes.py",
+        " - (inner & turned_axes(axes))",
+        "",
+        ("test_joined_parts.py::test_halves_that_change_places_are_features",),
+    ),
+    Mutation(
+        "joins",
+        "all parts that are joined change places",
+        "passes/analysis/members.py",
+        "for start in starts[join.whole, part]}) > 1\n",
+        "for start in starts[join.whole, part]}) > 0\n",
+        ("test_joined_parts.py::test_rows_side_by_side",),
     ),
 )

@@ -64,9 +64,10 @@ def compare_directly(
     facts = recorded.facts_for(recorded.options)
     recorded.facts.append(facts)
     found: dict[str, float] = {}
+    granule = known(facts.axes.sequence).granule if facts.program is not None else 1
     for rows in (None, *also) if facts.program is not None else ():
         for loop in known(facts.program).loops:
-            loop.spec = replace(loop.spec, chunk_size=rows or loop.spec.chunk_size)
+            loop.spec = replace(loop.spec, chunk_size=loop.spec.chunk_size if rows is None else -(-rows // granule) * granule)
         values = [_where_finite(*pair) for pair in zip(recorded.streamed_values(known(facts.program)), truth, strict=True)]
         found = value_errors(values, truth, len(outputs), max(tolerance, NOISE))
         assert_small(found, tolerance, f"chunks of {rows or chunk_size}")

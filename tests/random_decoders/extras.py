@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.random_decoders.of_rows import OF_ROWS
+
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
     "one of each": ("term = x[torch.arange(b), (labels > 1).sum(1) % t].square().mean()",),
@@ -388,6 +390,7 @@ LINES = {
     **LOOKED_UP,
     **SHIFTED,
     **JOINED,
+    **OF_ROWS,
     **NUMBERS,
     **FEW,
     **HALVES,

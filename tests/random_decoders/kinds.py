@@ -28,7 +28,10 @@ from tests.random_decoders.extras import (
     SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
+from tests.random_decoders.loops import LOOPS
+from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
+from tests.random_decoders.tables import TABLES
 
 SCORES = ("matmul", "einsum", "biased")
 
@@ -199,6 +202,9 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "over keys": partial(_beside, extras=OVER_KEYS),
     "shifted": partial(_beside, extras=SHIFTED),
     "joined": partial(_beside, extras=JOINED),
+    "tables": partial(_beside, extras=TABLES),
+    "orders": partial(_beside, extras=ORDERS),
+    "loops": partial(_beside, extras=LOOPS),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -228,6 +234,9 @@ OFTEN = (
     "over keys",
     "shifted",
     "joined",
+    "tables",
+    "orders",
+    "loops",
     "views",
     "stages",
     "whole",

@@ -19,6 +19,7 @@ from streamfx.cost.memory import cost_of
 from streamfx.inspection.tracing import distinct_breaks
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
+from streamfx.report.reasons import SINGLE_ROW
 from streamfx.report.stages import stage_reports
 from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
@@ -129,7 +130,10 @@ def runs_alone(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def findings(backend: Keeper) -> Row:
-    """What streams: stages, attention, FLOPs in loops; and the reasons for the rest, with how often each occurs."""
+    """What streams: stages, attention, FLOPs in loops; and the reasons for the rest, with how often each occurs.
+
+    A graph that is given a single row is one chunk: it has a reason, and keeps nothing from streaming.
+    """
     streamed = total = 0
     stages: list[list[Any]] = []
     attention: list[str] = []
@@ -144,8 +148,8 @@ def findings(backend: Keeper) -> Row:
             for report in stage_reports(facts, number, cost.loops):
                 stages.append([report.name, report.kind, report.flops])
                 attention += report.attention
-                reasons += report.reasons
-                also += report.also_whole
+                reasons += [reason for reason in report.reasons if reason != SINGLE_ROW]
+                also += [*report.also_whole, *(reason for reason in report.reasons if reason == SINGLE_ROW)]
             failed += failure_of(facts)
             number += 1
     return {

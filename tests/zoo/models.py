@@ -54,6 +54,8 @@ def inputs(model_type: str, model: nn.Module) -> dict[str, Any]:
 
 
 BLOCKS_OF_64 = (
+    "bailing_hybrid",
+    "kimi_linear",
     "olmo_hybrid",
     "qwen3_5",
     "qwen3_5_moe",

@@ -16,16 +16,18 @@ HEAD = """\
 # Coverage
 
 Every model type of transformers' causal language modelling mapping, as `python -m tests.zoo --all` found it (`--report` writes
-this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager. The gated
-delta rule works on blocks of 64 rows: where it has no smaller ones, there are 150 tokens, and chunks of whole blocks.
+this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, against eager. The delta
+rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smaller, there are 150 tokens, in whole blocks.
 
 - *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
   A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
 - *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
 - *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
-- *whole*: what runs in one piece, and why. The result is exact all the same.
-- Chunked scans work on blocks of rows. Where a model's are longer than 22 rows, these are one block, padded, which runs whole and
-  may count for many FLOPs; in longer sequences chunks hold whole blocks, and these models stream.
+- *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
+- Loops over blocks of rows are traced block by block, and 22 rows have two or three. Over three blocks or more xlstm keeps some
+  operators whole; minimax does over more than 24.
+- What is made of no rows, such as tables of positions times a weight, is made once, outside of loops: the rest of a share that is
+  below 100 % where nothing runs whole.
 
 """
 

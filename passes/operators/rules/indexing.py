@@ -9,7 +9,7 @@ import torch
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.signature import LetterShape, Signature, whole
 from streamfx.passes.operators.fillers import is_zero
-from streamfx.passes.operators.rules.registry import Call, rule
+from streamfx.passes.operators.rules.registry import EACH_ONCE, Call, rule
 from streamfx.passes.operators.values import Values
 from streamfx.passes.operators.values.casts import is_whole
 from streamfx.passes.operators.values.transfer import longest
@@ -61,7 +61,10 @@ def gather(call: Call) -> Signature | None:
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
 def scatter(call: Call) -> Signature | None:
-    """The mirror of `gather`: the written dimension is needed whole on the target's side."""
+    """The mirror of `gather`: the written dimension is needed whole on the target's side.
+
+    Where each place is written once, whatever stood there is gone, and all that rows write is a sum over rows.
+    """
     rank, dim = len(call.shape), call.arguments()["dim"]
     if not rank:
         return None
@@ -70,7 +73,8 @@ def scatter(call: Call) -> Signature | None:
         return None
     letters = tuple((i,) for i in range(rank))
     index = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=whole(dim, rank))
+    positions = () if EACH_ONCE in call.node.meta else (rank,)
+    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=whole(dim, *positions))
 
 
 @rule(aten.index_select.default)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import Signature, whole
-from streamfx.passes.operators.rules.registry import Call, broadcast, rule
+from streamfx.ir.signature import Signature, Window, whole
+from streamfx.passes.operators.rules.registry import OWN_AXES, Call, broadcast, rule
 
 aten = torch.ops.aten
 
@@ -45,10 +45,19 @@ rule(
     aten.floor_divide.default,
     aten.floor_divide.Scalar,
     aten.detach.default,
-    aten.alias.default,
     aten.lift_fresh_copy.default,
     aten.scalar_tensor.default,
 )(broadcast)
+
+
+@rule(aten.alias.default)
+def alias(call: Call) -> Signature:
+    """The same rows; a view that a reader has for itself has axes of its own."""
+    if OWN_AXES not in call.node.meta:
+        return broadcast(call)
+    rank = len(call.shape)
+    operand, result = (tuple((first + i,) if size != 1 else () for i, size in enumerate(call.shape)) for first in (0, rank))
+    return Signature((operand,), (result,), {letter: Window(letter - rank, 0) for dim in result for letter in dim})
 
 
 @rule(aten.log_sigmoid_forward.default)

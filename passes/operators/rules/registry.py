@@ -17,6 +17,8 @@ from streamfx.torch_private import OpOverload
 
 Rule: TypeAlias = "Callable[[Call], Signature | None]"
 WHY_WHOLE = "streamfx_why_whole"  # in a node's `meta`: why an operator without a rule was not rewritten into one that has one
+OWN_AXES = "streamfx_own_axes"  # in the `meta` of a view: it runs along axes of its own, from row 0 of those that it shows
+EACH_ONCE = "streamfx_each_once"  # in the `meta` of what puts rows in places: each place of the result is written once
 
 
 class Call:

@@ -1,0 +1,80 @@
+"""Rows that are sorted and put back: what is no order, or undoes none, and who writes each place once."""
+
+from __future__ import annotations
+
+from tests.mutations.row import Mutation
+
+FOUND = "passes/canonicalization/inverse_orders.py"
+ROW = ("test_canonical_equations.py::test_row",)
+
+
+def _row(what: str, before: str, after: str, tests: tuple[str, ...] = ROW, file: str = FOUND) -> Mutation:
+    return Mutation("orders", what, file, before, after, tests)
+
+
+ROWS = (
+    _row(
+        "what looks up some rows puts all of them back",
+        "    if order is None or shape_of_node(rows) != shape_of_node(node):\n",
+        "    if order is None:\n",
+    ),
+    _row(
+        "what is scattered by an order counts up",
+        " if is_along and _is_order(order, dim) and _counts_along(written, dim) else None",
+        " if is_along and _is_order(order, dim) else None",
+    ),
+    _row(
+        "numbers that are scattered are so along the rows that are looked up",
+        '        is_along = is_whole and arguments["dim"] % len(shape_of_node(numbers)) == dim\n',
+        "        is_along = is_whole\n",
+    ),
+    _row(
+        "what is sorted by is sorted along the rows that are looked up",
+        '    return bool(rank) and bound_arguments(sort)["dim"] % rank == dim\n',
+        "    return bool(rank)\n",
+    ),
+    _row(
+        "numbers that count along one dimension count along all",
+        "    if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(wide)):\n        return False\n",
+        "",
+    ),
+    _row(
+        "part of an order is one",
+        "        is_whole = shape_of_node(order) == shape_of_node(written) == shape_of_node(numbers)\n",
+        "        is_whole = True\n",
+    ),
+    _row(
+        "an order is undone from the largest number as well",
+        ' == dim and not arguments["descending"] else None',
+        " == dim else None",
+    ),
+    _row(
+        "gradients are added to what is there as to zeros",
+        '    return is_whole and is_zero(arguments["self"]) and node',
+        "    return is_whole and node",
+    ),
+    _row(
+        "gradients of some rows are those of all",
+        "    return is_whole and is_zero(",
+        "    return is_zero(",
+    ),
+    _row(
+        "a zero that is added to zeros keeps its sign",
+        '    rows = writer.call(aten.add.Tensor, arguments["src"], 0.0)\n',
+        '    rows = arguments["src"]\n',
+    ),
+    _row(
+        "rows that are put back are added to zeros",
+        "    total.scatter_(dim, index, rows.to(total.dtype))\n",
+        "    total.scatter_add_(dim, index, rows.to(total.dtype))\n",
+        ("test_sorted_rows.py::test_what_is_put_back_is_what_it_was",),
+        "streamfx/runtime/sums.py",
+    ),
+    _row(
+        "whatever is scattered is written once",
+        "    positions = () if EACH_ONCE in call.node.meta else (rank,)\n",
+        "    positions = ()\n",
+        ("test_sorted_rows.py::test_rows_written_over_others",),
+        "passes/operators/rules/indexing.py",
+    ),
+)

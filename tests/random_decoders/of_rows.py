@@ -1,0 +1,9 @@
+"""Terms of rows that read tables, are sorted, or are worked on block by block."""
+
+from __future__ import annotations
+
+from tests.random_decoders.loops import LOOPS
+from tests.random_decoders.orders import ORDERS
+from tests.random_decoders.tables import TABLES
+
+OF_ROWS = {**TABLES, **ORDERS, **LOOPS}
