@@ -36,6 +36,7 @@ from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.flow import flow_of
 from streamfx.report.page import Page
+from streamfx.report.reasons import told_of_strict
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
 from streamfx.report.timeline import Timeline, course_of
@@ -49,7 +50,8 @@ CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
-    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device.
+    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device. `strict=True`
+    raises nothing here: the report is what says all that it refuses, and ends with that.
 
     Args:
         model: a module, or a function of one.
@@ -101,7 +103,7 @@ class Explanation(Exports):
         self.call, self.updates = call, updates
 
     def __str__(self) -> str:
-        return report_text(self.summary())
+        return report_text(self.summary()) + told_of_strict([graph.facts for graph in self.call.graphs], self.call.options)
 
     __repr__ = __str__
 

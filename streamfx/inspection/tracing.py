@@ -133,7 +133,7 @@ def traced(
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
-    chosen = replace(resolved(options), strict=False)
+    chosen = resolved(options)
     with accepting_real(mode), mode:
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
@@ -246,7 +246,8 @@ class _Watched(Quiet):
     """A compilation that keeps what it finds, and runs nothing."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
-        super().__init__(module, call.options, exchange=lambda text, group, **how: [text])  # no other rank need look, too
+        told = replace(call.options, strict=False)  # who asks what runs whole is told, not refused
+        super().__init__(module, told, exchange=lambda text, group, **how: [text])  # no other rank need look, too
         self.call = call
         self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
 
