@@ -86,6 +86,16 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "noted": (PlanError, r"noted cannot be 3 \(int\)", lambda: ANY.plan("Qwen3-8B", noted=3)),
     "no rank": (PlanError, "lora_rank cannot be 0", lambda: ANY.plan("Qwen3-8B", lora_rank=0)),
     "baselines": (PlanError, "baselines cannot be 'no'(?s:.*)True or False", lambda: ANY.plan("Qwen3-8B", baselines="no")),
+    "a group of none": (
+        PlanError,
+        r"group has no effect(?s:.*)found group=4, and the objective 'dpo'",
+        lambda: ANY.plan("Qwen3-8B", objective="dpo", group=4),
+    ),
+    "a host that nothing waits on": (
+        PlanError,
+        r"host_memory has no effect(?s:.*)offload='none'(?s:.*)do +give offload='inputs'",
+        lambda: ANY.plan("Qwen3-8B", host_memory="1TiB", memory="80G"),
+    ),
     "two budgets": (PlanError, "said twice, differently", lambda: ANY.plan("Qwen3-8B", memory="80G", memory_budget="40G")),
     "a model without inputs": (PlanError, "called with input_ids and labels(?s:.*)give inputs=", lambda: ANY.plan(Own())),
     "inputs, a number": (PlanError, "inputs cannot be 3", lambda: ANY.plan(Own(), inputs=3)),
