@@ -39,9 +39,13 @@ def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
 
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
     ("did you mean 'chunk_size'? ", '')
+    >>> did_you_mean("True", ["auto", True]), did_you_mean(None, ["none", "sgd"]), did_you_mean(None, ["nose"])
+    ('write True without quotes; ', "write 'none' in quotes; ", '')
     """
-    called = {str(one).casefold(): str(one) for one in known}
-    near = difflib.get_close_matches(str(word).casefold(), called, n=1, cutoff=cutoff)
+    called, text = {str(one).casefold(): one for one in known}, str(word).casefold()
+    if text in called and isinstance(called[text], str) != isinstance(word, str):
+        return f"write {called[text]!r} {'in' if isinstance(called[text], str) else 'without'} quotes; "
+    near = [] if word is None else difflib.get_close_matches(text, called, n=1, cutoff=cutoff)
     return f"did you mean {called[near[0]]!r}? " if near else ""
 
 
@@ -55,8 +59,10 @@ def one_of(word: Any, known: Collection[Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Python's own whole number for one of another kind, such as numpy's; anything else as it is."""
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+    """Python's own number for one of another kind, such as numpy's, whole or not; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:

@@ -132,7 +132,7 @@ ROWS = (
         "told",
         "a misspelt name is refused without the one that was meant",
         "streamfx/arguments.py",
-        'return f"did you mean {near[0]!r}? " if near else ""',
+        'return f"did you mean {called[near[0]]!r}? " if near else ""',
         'return ""',
         ("test_bad_arguments.py::test_wrong_calls",),
     ),
