@@ -71,8 +71,8 @@ def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) 
         raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
 
 
-def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a public function: what it is called with has to fit its signature, or the error says what it takes."""
+def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a public function: what it is called with has to fit its signature, or the error says what it takes, or what to `do`."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -82,7 +82,7 @@ def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[C
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as wrong:
-                raise _Misfit(signature, args, kwargs, what).as_error(error, origin, str(wrong)) from None
+                raise _Misfit(signature, args, kwargs, what, do).as_error(error, origin, str(wrong)) from None
             return function(*args, **kwargs)
 
         return called
@@ -93,10 +93,11 @@ def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[C
 class _Misfit:
     """A call that does not fit a signature, told without `self`."""
 
-    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, do: str) -> None:
         parameters = list(signature.parameters.values())
         own = int(bool(parameters) and parameters[0].name == "self")
-        self.parameters, self.args, self.kwargs, self.what = parameters[own:], args[own:], kwargs, what
+        self.parameters, self.args, self.kwargs = parameters[own:], args[own:], kwargs
+        self.what, self.do = what, do
 
     def as_error(self, error: Refusal, origin: str, wrong: str) -> StreamFXError:
         names = [one.name for one in self.parameters if one.kind is not one.VAR_KEYWORD]
@@ -112,4 +113,4 @@ class _Misfit:
             return error(f"{origin} has no {self.what} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
         given = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
         asked = f"{origin} was called with other arguments than it takes"
-        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=takes)
+        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=self.do or takes)

@@ -80,6 +80,17 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "profile of a model": (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
     "a profile that was not entered": (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
     "its text": (ProfileError, "its block was not entered", lambda: str(ANY.profile())),
+    "the backend of a model": (
+        IntegrationError,
+        "missing a required argument: 'example_inputs'\n +do +it is a backend: write torch.compile",
+        lambda: ANY.streambp(nn.Linear(2, 2)),
+    ),
+    "the backend of nothing": (IntegrationError, "do +it is a backend: write torch.compile", lambda: ANY.streambp()),
+    "the backend of a model and ids": (
+        IntegrationError,
+        "takes a graph that Dynamo has traced\n +found Linear(?s:.*)do +it is a backend: write torch.compile",
+        lambda: ANY.streambp(nn.Linear(2, 2), [IDS]),
+    ),
     "a rule of nothing": (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
     "a recurrence of nothing": (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
     "no arguments": (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
