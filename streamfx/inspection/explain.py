@@ -30,6 +30,7 @@ from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.of_one_process import OfOneProcess
 from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
@@ -84,7 +85,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     return found
 
 
-class Explanation(Exports):
+class Explanation(OfOneProcess, Exports):
     """What was found in one call; costs are predicted when they are first asked for.
 
     Args:
@@ -98,6 +99,8 @@ class Explanation(Exports):
         >>> print(found)  # doctest: +ELLIPSIS
         streamfx: ...
     """
+
+    _keep = "keep summary(), which is a dictionary, or the page that to_html(path) writes"
 
     def __init__(self, call: TracedCall, updates: bool = False) -> None:
         self.call, self.updates = call, updates
