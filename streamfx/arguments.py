@@ -39,9 +39,13 @@ def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
 
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
     ("did you mean 'chunk_size'? ", '')
+    >>> did_you_mean("True", ["auto", True]), did_you_mean(None, ["none", "sgd"]), did_you_mean(None, ["nose"])
+    ('write True without quotes; ', "write 'none' in quotes; ", '')
     """
-    called = {str(one).casefold(): str(one) for one in known}
-    near = difflib.get_close_matches(str(word).casefold(), called, n=1, cutoff=cutoff)
+    called, text = {str(one).casefold(): one for one in known}, str(word).casefold()
+    if text in called and isinstance(called[text], str) != isinstance(word, str):
+        return f"write {called[text]!r} {'in' if isinstance(called[text], str) else 'without'} quotes; "
+    near = [] if word is None else difflib.get_close_matches(text, called, n=1, cutoff=cutoff)
     return f"did you mean {called[near[0]]!r}? " if near else ""
 
 
@@ -55,8 +59,10 @@ def one_of(word: Any, known: Collection[Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Python's own whole number for one of another kind, such as numpy's; anything else as it is."""
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+    """Python's own number for one of another kind, such as numpy's, whole or not; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> None:
@@ -65,8 +71,8 @@ def refuse_unless(holds: bool, error: Refusal, asked: str, found: Any, do: str) 
         raise error(asked, found=found if isinstance(found, str) else described(found), do=do)
 
 
-def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a public function: what it is called with has to fit its signature, or the error says what it takes."""
+def refusing(error: Refusal, origin: str, what: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a public function: what it is called with has to fit its signature, or the error says what it takes, or what to `do`."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -76,7 +82,7 @@ def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[C
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as wrong:
-                raise _Misfit(signature, args, kwargs, what).as_error(error, origin, str(wrong)) from None
+                raise _Misfit(signature, args, kwargs, what, do).as_error(error, origin, str(wrong)) from None
             return function(*args, **kwargs)
 
         return called
@@ -87,10 +93,11 @@ def refusing(error: Refusal, origin: str, what: str = "argument") -> Callable[[C
 class _Misfit:
     """A call that does not fit a signature, told without `self`."""
 
-    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, do: str) -> None:
         parameters = list(signature.parameters.values())
         own = int(bool(parameters) and parameters[0].name == "self")
-        self.parameters, self.args, self.kwargs, self.what = parameters[own:], args[own:], kwargs, what
+        self.parameters, self.args, self.kwargs = parameters[own:], args[own:], kwargs
+        self.what, self.do = what, do
 
     def as_error(self, error: Refusal, origin: str, wrong: str) -> StreamFXError:
         names = [one.name for one in self.parameters if one.kind is not one.VAR_KEYWORD]
@@ -106,4 +113,4 @@ class _Misfit:
             return error(f"{origin} has no {self.what} {unknown!r}", found=found, do=did_you_mean(unknown, names) + takes)
         given = [*map(described, self.args), *(f"{name}={described(value)}" for name, value in self.kwargs.items())]
         asked = f"{origin} was called with other arguments than it takes"
-        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=takes)
+        return error(asked, found=f"{', '.join(given) or 'none'}: {wrong}", do=self.do or takes)

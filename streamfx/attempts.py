@@ -13,6 +13,10 @@ T = TypeVar("T")
 NO_TREES = "associative scans of a graph run whole: the search for them failed"
 NO_PRODUCTS = "products of blocks of rows run whole: the search for those with weights that decay failed"
 NOT_DEFERRED = "a graph returns all its outputs as plain tensors: the search for those to defer failed"
+INTERNAL = (
+    "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
+    "Please report this; strict=True raises the error instead."
+)
 ALL_THE_SAME = "%s (%s). The result is exact. Please report this; strict=True raises the error instead."
 
 

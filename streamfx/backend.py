@@ -13,11 +13,12 @@ import torch
 from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
-from streamfx.attempts import NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
+from streamfx.arguments import refuse_unless, refusing
+from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
-from streamfx.errors import NotStreamed, OptionError, OverBudget, RanksDiffer, told
+from streamfx.errors import IntegrationError, NotStreamed, OptionError, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import outputs_of
@@ -66,16 +67,14 @@ from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import known_as, raised_as_itself
 from streamfx.torch_private.sizes import pair_dimensions
 
-INTERNAL = (
-    "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
-    "Please report this; strict=True raises the error instead."
-)
+COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
 
 
 class FitsWhole(Exception):
     """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
 
 
+@refusing(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
 def streambp(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
@@ -92,6 +91,7 @@ def streambp(
 
     Raises:
         OptionError: an option that does not exist, a value that it cannot have, or a mode.
+        IntegrationError: it is given a model, or something else that is no graph.
         NotStreamed, OverBudget: what `strict=True`, or `memory_budget`, asks for cannot be.
 
     Example:
@@ -99,6 +99,8 @@ def streambp(
         >>> model = torch.compile(torch.nn.Linear(8, 8), backend="streambp", options={"chunk_size": 16})
         >>> model(torch.randn(1, 64, 8)).square().mean().backward()
     """
+    asked = "streamfx.streambp(...) takes a graph that Dynamo has traced"
+    refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
@@ -139,9 +141,7 @@ class Compilation:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
         inputs = list(example_inputs)
         if self.fits_by_far(inputs):
-            self.is_trained_whole = torch.is_grad_enabled() and any(
-                isinstance(it, torch.Tensor) and it.requires_grad for it in inputs
-            )
+            self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
         try:
             with tracing_undone():

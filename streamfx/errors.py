@@ -282,5 +282,9 @@ class ReportError(StreamFXError, OSError):
     """
 
 
+class NotCopied(StreamFXError, TypeError):
+    """What `explain`, `profile` or `enable` has returned was to be pickled or copied, and holds graphs of its process."""
+
+
 class ModelError(StreamFXError, ValueError):
     """The command line was given no model that it can make: neither a Hugging Face folder nor `package.module:factory`."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from streamfx.arguments import described, did_you_mean, refusing
 from streamfx.errors import RuleError
 from streamfx.ir.stateful import Stateful
-from streamfx.passes.operators.rules.registry import RULES
-from streamfx.passes.operators.rules.stateful import declare, is_declared
+from streamfx.passes.operators.rules.stateful import declare
 from streamfx.torch_private import OpOverload
-from streamfx.user_rules import TENSORS, overload_of
+from streamfx.user_rules import TENSORS, has_rule, overload_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -138,8 +137,7 @@ class _Declaration:
         self._check_options()
 
     def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
-        is_there = operator in RULES or is_declared(operator)
-        self._needs(not is_there, f"{operator} has a rule already", "leave it: rules that are there are tested")
+        self._needs(not has_rule(operator), f"{operator} has a rule already", "leave it: rules that are there are tested")
         self._needs(
             not operator._schema.is_mutable,
             f"{operator} writes into its arguments: {operator._schema}",

@@ -11,7 +11,8 @@ import torch
 from streamfx.arguments import refusing
 from streamfx.errors import RuleError
 from streamfx.ir.signature import Signature
-from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
+from streamfx.passes.operators.rules.decompositions import DECOMPOSITIONS
+from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule, rule_of
 from streamfx.passes.operators.rules.stateful import is_declared
 from streamfx.torch_private import OpOverload, OpOverloadPacket
 
@@ -29,8 +30,9 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
     - a letter on both sides is kept: row i of the result needs row i of the operand;
     - a letter missing on the right is summed over, and parts of the sum may be added up;
+    - a letter missing on the left is a new dimension, of which the operator makes all rows at once;
     - a letter with `!` is needed whole, because the operator mixes its elements (normalises, sorts, splits in halves);
-    - `...` stands for any leading dimensions, the same ones everywhere.
+    - `...` stands for any leading dimensions, the same ones everywhere; results have them only if operands do.
 
     For example `"... d!, d -> ... d"` for a norm with a weight, and `"... d!, ... d!, d -> ... d, d"` for its backward, whose
     second result is summed over the rows. An operator has a rule for its forward and one for its backward, which is another
@@ -38,7 +40,8 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
     Args:
         operator: what `torch.library.custom_op` returned, or `torch.ops.<namespace>.<name>` (with an overload of several).
-        rule: notation, or a function from a `Call` to a `Signature` (None: not for these arguments).
+        rule: notation, or a function from a `Call` to a `Signature` (None: not for these arguments). Where it raises an error,
+            or returns anything else, the operator runs whole, and the reason says so.
 
     Raises:
         RuleError: `operator` is no operator, has a rule already, or the notation does not fit its schema.
@@ -52,7 +55,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
     """
     asked = f"a rule for {operator}"
     overload = overload_of(operator, asked)
-    if overload in RULES or is_declared(overload):
+    if has_rule(overload):
         raise RuleError(asked, found="the operator has a rule already", do="leave it: rules that are there are tested")
     if isinstance(rule, str):
         _check_notation(rule, overload, asked)
@@ -61,6 +64,11 @@ def register_rule(operator: Any, rule: Rule) -> None:
         RULES[overload] = _without_diagonals(rule)
     else:
         raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
+
+
+def has_rule(operator: OpOverload[Any, Any]) -> bool:
+    """Whether streamfx knows what an operator does: by a rule, by a tag of torch's, by its state, or by what it is made of."""
+    return rule_of(operator) is not None or is_declared(operator) or operator in DECOMPOSITIONS
 
 
 def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
@@ -84,8 +92,8 @@ def _without_diagonals(rule: Callable[[Call], Signature | None]) -> Callable[[Ca
 
     def declining(call: Call) -> Signature | None:
         signature = rule(call)
-        if signature is None:
-            return None
+        if not isinstance(signature, Signature):
+            return signature  # `said_by` tells what it is
         shapes = ([letter for dim in shape for letter in dim] for shape in (*signature.operands, *signature.results))
         return signature if all(len(set(shape)) == len(shape) for shape in shapes) else None
 
@@ -114,6 +122,9 @@ def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -
             found=f"{twice[0].strip()!r} names a letter twice",
             do="give each dimension a letter of its own, and mark both with `!`: a diagonal needs all rows and all columns",
         )
+    if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):
+        do = "give new dimensions a letter each: ... are those that operands have"
+        raise RuleError(asked, found=f"{notation!r} has ... on the right alone", do=do)
     counts = [len(side.split(",")) for side in sides]
     tensors = [argument for argument in operator._schema.arguments if isinstance(argument.type, torch.TensorType)]
     optional = [argument for argument in operator._schema.arguments if str(argument.type) == "Optional[Tensor]"]

@@ -156,10 +156,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder, and a module of factories in the working directory."""
     values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     sizes = {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128}
+    vast = {**values, **sizes, "vocab_size": 10**15}  # more than any host can even address
     (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
     (tmp_path / "factories_of_a_user.py").write_text(FACTORY)
     (tmp_path / "broken_module_of_a_user.py").write_text("def f(:")
-    for name, content in (("encoder", {"model_type": "t5"}), ("odd", {**values, **sizes, "num_attention_heads": 5})):
+    for name, content in (
+        ("encoder", {"model_type": "t5"}),
+        ("odd", {**values, **sizes, "num_attention_heads": 5}),
+        ("vast", vast),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
@@ -263,6 +268,10 @@ def test_a_fault_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, ca
         pytest.param(["verify", ".", "--options", '{"memory_budget": 3}'], "less than any plan", marks=pytest.mark.long),
         (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
         (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
+        (["verify", ".", "--layers", "2"], "found it has 1\n  do    give a number from 1 to 1"),
+        (["explain", ".", "--layers", "2"], "--layers 2 asks for so many layers of a configuration"),
+        (["explain", "factories_of_a_user:alone", "--layers", "2"], "--layers is for configurations of Hugging Face"),
+        (["verify", "vast"], "238418579.1 GiB, and their gradients as much"),
         (["explain", ".", "--options", "{"], "--options must be JSON"),
         (["explain", ".", "--options", '{"chunks": 3}'], "did you mean"),
         (["explain", ".", "--seq", "1"], "--seq is 2 or more"),

@@ -323,7 +323,9 @@ def test_functions_and_compiled_models() -> None:
 
 
 def test_strict_is_explained_not_raised() -> None:
-    assert summary_of(Mixing(), rows(), options={"strict": True})["stages"][0]["kind"] == "whole"
+    found = streamfx.explain(Mixing(), rows(), strict=True)
+    assert found.stages[0].kind == "whole" and str(found).endswith("the backend raises NotStreamed for what runs whole")
+    assert "strict" not in str(streamfx.explain(Mixing(), rows())) + str(streamfx.explain(Causal(), IDS, IDS, strict=True))
 
 
 def test_a_call_that_fails_is_an_error_with_the_cause() -> None:

@@ -1,4 +1,4 @@
-"""`streamfx.enable` in loops that people write themselves: PEFT, accelerate, Lightning Fabric, generation."""
+"""`streamfx.enable` in loops that people write themselves: PEFT, accelerate, Lightning, generation."""
 
 from __future__ import annotations
 
@@ -123,6 +123,43 @@ def test_lightning_fabric() -> None:
         assert list(prepared.state_dict()) == list(plain.state_dict())
     assert done.calls["model"].counts.compiled == 3
     assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_lightnings_trainer(accumulated: int, tmp_path: Path) -> None:
+    """It calls the model inside of its module, whose parameters it updates."""
+    lightning: Any = pytest.importorskip("lightning")
+    base: Any = lightning.LightningModule
+    batches: Any = [batch(step) for step in range(3)]
+
+    class Training(base):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def trained(model: nn.Module) -> dict[str, Tensor]:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        how = {"accumulate_grad_batches": accumulated, "gradient_clip_val": 1.0, "default_root_dir": tmp_path}
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, **how, **quiet)
+        trainer.fit(Training(model), torch.utils.data.DataLoader(batches, batch_size=None))
+        return dict(model.state_dict())
+
+    plain = tiny.causal_model().double()
+    model = copy.deepcopy(plain)
+    before = copy.deepcopy(plain.state_dict())
+    with enable(model, chunk_size=5) as done:
+        found = trained(model)
+    assert done.calls["model"].counts.compiled == 3
+    assert_close(found, trained(plain))
+    assert any(not torch.equal(value, before[name]) for name, value in found.items())
 
 
 def test_generation_runs_as_it_was() -> None:

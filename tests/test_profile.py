@@ -56,6 +56,14 @@ def test_loops_are_those_that_explain_shows(profiled: streamfx.Profile) -> None:
     assert halves == sorted(halves, reverse=True) and set(halves) == {"forward", "backward"}
 
 
+def test_stages_of_an_enabled_model_are_called_as_explain_calls_them() -> None:
+    model, ids = Causal(), tokens(2, 12)
+    with streamfx.enable(model, chunk_size=4), streamfx.profile() as profile:
+        model(ids, ids).backward()
+    shown = {stage.name for stage in streamfx.explain(model, ids, ids, chunk_size=4).stages}
+    assert profile.measured.loops and {loop.stage for loop in profile.measured.loops} <= shown
+
+
 def test_loops_follow_one_another_within_the_step(profiled: streamfx.Profile) -> None:
     edges = [edge for loop in profiled.measured.loops for edge in (loop.begins, loop.ends)]
     assert edges == sorted(edges)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -83,6 +85,14 @@ def test_what_is_no_amount_is_refused_before_anything_is_done(value: Any) -> Non
     assert repr(value) in str(error.value)
     with pytest.raises(streamfx.PlanError, match="memory cannot be"):
         streamfx.plan("Qwen3-8B", memory=value)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, Fraction])
+def test_a_number_of_any_kind_is_a_share(kind: Any) -> None:
+    assert is_budget(kind(0.5)) and not is_budget(kind(1.5))
+    for asked in (streamfx.Options(memory_budget=kind(0.5)), resolved({"memory_budget": kind(0.5)})):
+        assert asked.memory_budget == 0.5 and type(asked.memory_budget) is float
+        assert bytes_of(asked.memory_budget, CPU) == memory_of(CPU) // 2
 
 
 @given(st.text(max_size=12))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.passes.operators.rules.registry import RULES, notation_rule
+from streamfx.ir.signature import Signature
+from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule
 
 WIDTH = 8
 
@@ -79,6 +81,11 @@ def test_with_rules_it_streams() -> None:
         (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
         (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
         (torch.ops.aten.mm.default, "m k, k n -> m n", "has a rule already"),
+        (torch.ops.aten.cumsum.default, "... d! -> ... d", "has a rule already"),
+        (torch.ops.aten.sin.default, "... -> ...", "has a rule already"),
+        (torch.ops.aten.silu.default, lambda call: None, "has a rule already"),
+        (torch.ops.aten.mse_loss.default, "..., ... -> ", "has a rule already"),
+        (gate, "e! -> ... d", "has ... on the right alone"),
     ],
 )
 def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) -> None:
@@ -86,6 +93,31 @@ def test_what_cannot_be_is_refused(operator: object, rule: object, says: str) ->
     with pytest.raises(streamfx.RuleError, match=says):
         streamfx.register_rule(operator, rule)  # type: ignore[arg-type]
     assert before == RULES
+
+
+def failing(call: Call) -> Any:
+    return vars(call)["rows"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (failing, "the rule for streamfx_tests.gate.default raises KeyError: 'rows'"),
+        (lambda call: "... e! -> ... d", "is to return a Signature or None, and returns '... e! -> ... d' (str)"),
+        (lambda call: Signature((((0,),),), (((0,),),)), "tells of other tensors, or of other dimensions, than the call has"),
+        (lambda call: Signature((), ()), "tells of other tensors, or of other dimensions, than the call has"),
+        (lambda call: None, "the rule for streamfx_tests.gate.default does not cover these arguments"),
+    ],
+    ids=["an error", "notation", "other dimensions", "other tensors", "nothing"],
+)
+def test_a_rule_that_says_nothing_is_told(rule: Callable[[Call], Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator runs whole then, and that is why."""
+    monkeypatch.delitem(RULES, gate._opoverload, raising=False)
+    streamfx.register_rule(gate, rule)
+    model, x = Gated(), torch.randn(2, 11, WIDTH)
+    assert any(says in kind for kind in kinds(model, x)), kinds(model, x)
+    assert streamfx.verify(model, x, options={"chunk_size": 4}).ok
+    del RULES[gate._opoverload]
 
 
 @torch.library.custom_op("streamfx_tests::add_to", mutates_args=())

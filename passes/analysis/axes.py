@@ -19,25 +19,21 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.errors import StreamFXError, told
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
 from streamfx.ir.sizes import numeric, product, shape_of
-from streamfx.log import log
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links, turned_axes
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
-from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, Rule, rule_for
+from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for, said_by
 from streamfx.passes.operators.traits import is_moved_elements, is_random, producer_of
 from streamfx.runtime.rng import drawing
 
 aten = torch.ops.aten
 
-NOT_COVERED = "the rule for {target} does not cover these arguments"
 OTHER_ORDERS = "{target} meets rows that are in two orders, or split in two ways, which do not fit together"
-OTHER_ROWS = "{target} reads rows of one length as rows of another"
 
 # Operators that tell the rows along a dimension apart by their position.
 BY_POSITION = frozenset(
@@ -172,9 +168,9 @@ def _apply_rule(
     if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
         return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
     call = Call(node, table, shapes)
-    signature = _signature_by(rule, call)
-    if signature is None:
-        return (OTHER_ROWS if is_moved_elements(node) else NOT_COVERED).format(target=node.target)
+    signature = said_by(rule, call)
+    if isinstance(signature, str):
+        return signature
     bound = dict(signature.atoms)
     for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
         for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
@@ -191,21 +187,6 @@ def _apply_rule(
         made.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
     _keep_shifted(signature, bound, table)
     return signature, bound, tuple(made)
-
-
-def _signature_by(rule: Rule, call: Call) -> Signature | None:
-    """What a rule says of a call: nothing where it fails, or where what it says has not the dimensions of the call."""
-    try:
-        signature = rule(call)
-    except StreamFXError:
-        raise
-    except Exception as error:
-        log.debug("the rule for %s fails: %s", call.node.target, told(error))
-        return None
-    if signature is None:
-        return None
-    said = (*zip(signature.operands, call.shapes, strict=True), *zip(signature.results, call.result_shapes, strict=False))
-    return signature if all(len(letters) == len(shape) for letters, shape in said) else None
 
 
 def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:

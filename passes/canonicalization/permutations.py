@@ -29,7 +29,7 @@ from streamfx.passes.canonicalization.driver import replace
 from streamfx.passes.canonicalization.row_numbers import counts_up, looked_up_by_number, row_index
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.fillers import is_zero
-from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for
+from streamfx.passes.operators.rules.registry import WHY_WHOLE, Call, rule_for, said_by
 from streamfx.passes.operators.values import Values
 from streamfx.torch_private import OpOverload
 
@@ -174,7 +174,8 @@ def _signature(node: fx.Node) -> Signature | None:
     dims: dict[fx.Node, tuple[Dim, ...]] = {
         operand: tuple(table.fresh(size) for size in shape_of_node(operand)) for operand in tensor_operands(node)
     }
-    return rule(Call(node, table, dims))
+    said = said_by(rule, Call(node, table, dims))
+    return None if isinstance(said, str) else said
 
 
 def _letter_of_rows(signature: Signature, marks: list[Reordered | None]) -> Letter | None:

@@ -20,10 +20,16 @@ def module_path(node: fx.Node) -> str:
 
 
 def plain_path(path: str) -> str:
-    """The path of a module as people write it."""
+    """The path of a module as people write it, whatever called it: its method, or a function that closes over that.
+
+    >>> plain_path("L['self'].layers[0].mlp"), plain_path("L['call'].__self__._modules['layers'].0")
+    ('layers.0.mlp', 'layers.0')
+    >>> plain_path("L['call'].__closure__[0].cell_contents.__self__.head")
+    'head'
+    """
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
-    path = re.sub(r"\._parameters\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"^(?:__\w+__(?:\[\d+\]\.cell_contents)?(?:\.|$))+", "", path)
+    path = re.sub(r"(?:^|\.)_(?:modules|parameters)\['([^']+)'\]", r".\1", path)
     return re.sub(r"\['?([^']+?)'?\]", r".\1", path).strip(".")
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from streamfx.budget import free_on, in_bytes
 from streamfx.cli.arguments import is_factory
 from streamfx.cli.lookups import arguments_of
 from streamfx.errors import ModelError, told
 from streamfx.planner.models import TYPES, configuration, language_model
 from streamfx.planner.names import config_file
 
+COPIES = 3  # of the parameters' bytes that `verify` holds at once: parameters, eager's gradients, and the streamed ones
 RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
 
 
@@ -28,6 +30,9 @@ def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callab
     if arguments.layers is not None and arguments.layers < 1:
         raise ModelError("--layers is 1 or more", found=str(arguments.layers))
     if is_factory(arguments.model):
+        if arguments.layers is not None:
+            do = "leave --layers out, and let the function make the model with so many layers"
+            raise ModelError("--layers is for configurations of Hugging Face", found=f"the function {arguments.model}", do=do)
         return _from_factory(arguments)
     model = _hugging_face(arguments, device)
     ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
@@ -40,15 +45,40 @@ def _hugging_face(arguments: argparse.Namespace, device: str) -> Any:
     config = configuration(arguments.model)
     config = getattr(config, "get_text_config", lambda: config)()
     if arguments.layers is not None:
-        config.num_hidden_layers = arguments.layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: arguments.layers]
+        _cut(config, arguments.layers)
     dtype = {**TYPES, "float64": torch.float64}[arguments.dtype]
     folder = config_file(arguments.model).parent
+    if device != "meta":
+        _check_room(language_model(config, dtype, "meta"))
     if device != "meta" and arguments.layers is None and any(folder.glob("*.safetensors")):
         return _with_weights(folder, dtype)
     torch.manual_seed(0)
     return language_model(config, dtype, device)
+
+
+def _cut(config: Any, layers: int) -> None:
+    """Leave a configuration its first layers."""
+    has = getattr(config, "num_hidden_layers", None)
+    if not isinstance(has, int) or layers > has:
+        found = f"it has {has}" if isinstance(has, int) else "it does not say how many it has"
+        do = f"give a number from 1 to {has}, or leave --layers out" if isinstance(has, int) else "leave --layers out"
+        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=found, do=do)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+
+
+def _check_room(model: torch.nn.Module) -> None:
+    """Refuse a model whose parameters, and two runs' gradients of them, are more than the host has room for."""
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    needed, free = COPIES * parameters, free_on(torch.device("cpu"))
+    if needed > free:
+        asked = (
+            f"a model is run here whose parameters take {in_bytes(parameters)}, and their gradients as much in each of two runs"
+        )
+        found = f"{in_bytes(needed)} needed, without activations, {in_bytes(max(0, free))} free"
+        do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` needs no such memory"
+        raise ModelError(asked, found=found, do=do)
 
 
 def _with_weights(folder: Path, dtype: torch.dtype) -> Any:

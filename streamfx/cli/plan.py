@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamfx.budget import in_bytes
 from streamfx.cli.html import add_html_argument, written_as_html
 from streamfx.options import SAVE_LEVELS
-from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS, TYPES, builtin_names, config_file
+from streamfx.planner.names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS, TYPES, builtin_names, config_file
 from streamfx.progress import doing
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--context", type=int, default=1, metavar="C", help="devices that divide each sequence (Ulysses; default: %(default)s)"
     )
     parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
-    parser.add_argument("--group", type=int, default=8, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)")
+    parser.add_argument(
+        "--group", type=int, default=GROUP, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)"
+    )
     parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")

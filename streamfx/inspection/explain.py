@@ -20,7 +20,6 @@ from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.errors import NotTraced, ReportError
-from streamfx.inspection.alone import alone
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
@@ -31,12 +30,14 @@ from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.span import Span
 from streamfx.log import log
+from streamfx.of_one_process import OfOneProcess
 from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
 from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.flow import flow_of
 from streamfx.report.page import Page
+from streamfx.report.reasons import told_of_strict
 from streamfx.report.stages import StageReport, stage_reports
 from streamfx.report.text import report_text
 from streamfx.report.timeline import Timeline, course_of
@@ -47,11 +48,11 @@ CLOCK = "predicted for {flops:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s and {launch:.
 
 
 @refusing(NotTraced, "streamfx.explain(...)")
-@alone
 def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Explanation:
     """Analyse the call `model(*args, **kwargs)` as `torch.compile(model, backend="streambp", options=options)` would.
 
-    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device.
+    Nothing is computed and the model stays as it is; model and arguments may be real, fake or on the meta device. `strict=True`
+    raises nothing here: the report is what says all that it refuses, and ends with that.
 
     Args:
         model: a module, or a function of one.
@@ -84,7 +85,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     return found
 
 
-class Explanation(Exports):
+class Explanation(OfOneProcess, Exports):
     """What was found in one call; costs are predicted when they are first asked for.
 
     Args:
@@ -99,11 +100,13 @@ class Explanation(Exports):
         streamfx: ...
     """
 
+    _keep = "keep summary(), which is a dictionary, or the page that to_html(path) writes"
+
     def __init__(self, call: TracedCall, updates: bool = False) -> None:
         self.call, self.updates = call, updates
 
     def __str__(self) -> str:
-        return report_text(self.summary())
+        return report_text(self.summary()) + told_of_strict([graph.facts for graph in self.call.graphs], self.call.options)
 
     __repr__ = __str__
 

@@ -15,6 +15,7 @@ import torch
 
 from streamfx.arguments import refusing
 from streamfx.errors import ProfileError
+from streamfx.of_one_process import OfOneProcess
 from streamfx.report.brief import Priced
 from streamfx.report.measured import Measured, as_plain, measured, table_of
 from streamfx.report.paths import checked_path, written
@@ -37,7 +38,7 @@ ELSEWHERE = (
 )
 
 
-class Profile:
+class Profile(OfOneProcess):
     """What a step took, as `streamfx.profile` has measured it; prints as a table. Complete once its block is left.
 
     Raises:
@@ -50,6 +51,8 @@ class Profile:
         >>> profile.peak_bytes >= 64 * 64 * 4
         True
     """
+
+    _keep = "keep summary(), which is a dictionary, or the trace that to_perfetto(path) writes"
 
     def __init__(self) -> None:
         self._found: Measured | None = None

@@ -21,6 +21,7 @@ from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, told
 from streamfx.inspection.all_layers import Few, of_all_layers
+from streamfx.inspection.alone import alone
 from streamfx.inspection.analysed import facts_of_all_layers
 from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, faker_of
 from streamfx.inspection.given import advice_on
@@ -120,6 +121,7 @@ class TracedCall:
         return any(graph.facts.joint.tangents for graph in self.graphs)
 
 
+@alone
 def traced(
     model: Callable[..., Any],
     args: Sequence[Any],
@@ -138,7 +140,7 @@ def traced(
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
-    chosen = replace(resolved(options), strict=False)
+    chosen = resolved(options)
     with accepting_real(mode), mode:
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
@@ -251,7 +253,8 @@ class _Watched(Quiet):
     """A compilation that keeps what it finds, and runs nothing."""
 
     def __init__(self, module: fx.GraphModule, call: TracedCall) -> None:
-        super().__init__(module, call.options, exchange=lambda text, group, **how: [text])  # no other rank need look, too
+        told = replace(call.options, strict=False)  # who asks what runs whole is told, not refused
+        super().__init__(module, told, exchange=lambda text, group, **how: [text])  # no other rank need look, too
         self.call = call
         self.seen = fx.GraphModule(module, graph_copy(module.graph))  # as it is before anything is rewritten
 

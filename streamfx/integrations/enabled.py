@@ -11,6 +11,7 @@ from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
 from streamfx.log import log
+from streamfx.of_one_process import OfOneProcess
 from streamfx.report.first_step import Compiled
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
@@ -18,7 +19,7 @@ ORIGIN = "streamfx.enable(...)"
 SHOWN = 3  # graphs of which a line says what became
 
 
-class Enabled:
+class Enabled(OfOneProcess):
     """Modules that run through the backend until `disable` is called: what `streamfx.enable` returns.
 
     It prints what is compiled and which calls went where; as a context manager it is undone behind the block. `calls` counts
@@ -37,6 +38,8 @@ class Enabled:
         >>> enabled.calls["model"].counts.compiled, enabled.is_enabled
         (1, False)
     """
+
+    _keep = "copy the model without it, and enable the copy: streamfx.enable(copy, **enabled.options)"
 
     def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
         self.options, self.dynamic, self._given = dict(options), dynamic, given

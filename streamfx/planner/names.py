@@ -11,6 +11,7 @@ from streamfx.report.paths import is_file, is_there
 FOLDER = Path(__file__).parent / "configurations"
 FILE = "config.json"
 TYPES = ("float32", "bfloat16", "float16")
+GROUP = 8  # answers to a prompt that grpo compares, by default
 OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("none", "sgd", "adamw", "adamw8bit")
 SCHEMES = ("nf4", "int8", "fp8")

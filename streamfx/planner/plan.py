@@ -15,13 +15,13 @@ from streamfx.budget import FORMS, amount_of, bytes_of, is_budget
 from streamfx.collector import uncollected
 from streamfx.errors import OptionError, PlanError
 from streamfx.inspection.alone import alone
-from streamfx.options import NAMES, Options, merged
+from streamfx.options import NAMES, Options, merged, resolved
 from streamfx.planner.context import check_heads
 from streamfx.planner.devices import device_called, here
 from streamfx.planner.host import sharing
 from streamfx.planner.inputs import Inputs, check_inputs
 from streamfx.planner.models import TYPES, built
-from streamfx.planner.names import DEVICES, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
+from streamfx.planner.names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.planner.objectives import objective_called
 from streamfx.planner.optimizers import UPDATING, state_bytes
 from streamfx.planner.predict import Prediction
@@ -98,7 +98,7 @@ def plan(
     device: str = "H100",
     baselines: bool = True,
     objective: str = "sft",
-    group: int = 8,
+    group: int = GROUP,
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | Options | None = None,
     noted: Callable[[Prediction], None] | None = None,
@@ -136,8 +136,7 @@ def plan(
     given = _options(options, keywords)
     step = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
     rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, given, noted)
-    asked = Asked(*map(plain, (*step, *rest)))
-    return _planned(asked)
+    return _planned(Asked(*map(plain, (*step, *rest))))
 
 
 def _planned(asked: Asked) -> PlanReport:
@@ -150,6 +149,7 @@ def _planned(asked: Asked) -> PlanReport:
     _check_counts(world=(asked.world, 1), tensor=(asked.tensor, 1), context=(asked.context, 1))
     _check_search(asked.memory, asked.max_length, asked.max_batch)
     wanted = objective_called(asked.objective, asked.group)
+    _check_has_effect(asked)
     ranks = checked_sharding(asked.world, asked.shard, asked.tensor, asked.context)
     _check_rows(asked.context, asked.seq)
     _check_divided(ranks, asked.objective, asked.inputs, asked.lora_rank or asked.quantize)
@@ -198,6 +198,18 @@ def _check_made(model: nn.Module, tensor: int, context: int) -> None:
 def _check_host_memory(size: Any) -> None:
     if size is not None and not isinstance(amount_of(size), int):
         raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
+
+
+def _check_has_effect(asked: Asked) -> None:
+    """Refuse what would be without effect: somebody expects one."""
+    if asked.group != GROUP and asked.objective != "grpo":
+        found = f"group={asked.group}, and the objective {asked.objective!r}"
+        do = "plan the objective 'grpo', or leave group out"
+        raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
+    if asked.host_memory is not None and (offload := resolved(asked.options).offload) == "none":
+        found = f"host_memory={asked.host_memory!r}, and offload={offload!r}"
+        do = "give offload='inputs' (--offload), or leave host_memory out"
+        raise PlanError("host_memory has no effect: it is for inputs of stages that wait on the host", found=found, do=do)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

@@ -195,3 +195,9 @@ def check_strict(facts: Facts, options: Options) -> None:
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
         )
+
+
+def told_of_strict(found: Sequence[Facts], options: Options) -> str:
+    """The end of a report on a call that `strict=True` refuses: nothing if it does not, or was not asked for."""
+    refused = options.strict and any(facts.reasons() for facts in found)
+    return "\n\nstrict=True: the backend raises NotStreamed for what runs whole" if refused else ""

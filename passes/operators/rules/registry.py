@@ -9,13 +9,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.arguments import described
+from streamfx.errors import StreamFXError, told
 from streamfx.ir.axes import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Index, LetterDim, LetterShape, Signature, Whole
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.torch_private import OpOverload
 
 Rule: TypeAlias = "Callable[[Call], Signature | None]"
+FAILS = "the rule for {target} raises {error}"
+NO_SIGNATURE = "the rule for {target} is to return a Signature or None, and returns {found}"
+NOT_COVERED = "the rule for {target} does not cover these arguments"
+OTHER_DIMENSIONS = "the rule for {target} tells of other tensors, or of other dimensions, than the call has"
+OTHER_ROWS = "{target} reads rows of one length as rows of another"
 WHY_WHOLE = "streamfx_why_whole"  # in a node's `meta`: why an operator without a rule was not rewritten into one that has one
 OWN_AXES = "streamfx_own_axes"  # in the `meta` of a view: it runs along axes of its own, from row 0 of those that it shows
 EACH_ONCE = "streamfx_each_once"  # in the `meta` of what puts rows in places: each place of the result is written once
@@ -132,11 +140,34 @@ def broadcast(call: Call, operands: Sequence[int] | None = None, results: int | 
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """The rule of a node's operator; operators that torch itself tags as pointwise need no entry."""
-    found = RULES.get(node.target) or RULES.get(type(node.target)) or NAMED.get(_name_of(node.target))
+    """The rule of a node's operator."""
+    return rule_of(node.target)
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operator; those that torch itself tags as pointwise need no entry."""
+    found = RULES.get(target) or RULES.get(type(target)) or NAMED.get(_name_of(target))
     if found is not None:
         return found
-    return broadcast if is_tagged_pointwise(node.target) else None
+    return broadcast if is_tagged_pointwise(target) else None
+
+
+def said_by(rule: Rule, call: Call) -> Signature | str:
+    """What a rule says of a call, if that has the dimensions of the call; or why the rule says nothing."""
+    target = call.node.target
+    try:
+        signature: Any = rule(call)
+    except StreamFXError:
+        raise
+    except Exception as error:
+        return FAILS.format(target=target, error=told(error))
+    if signature is None:
+        return (OTHER_ROWS if is_moved_elements(call.node) else NOT_COVERED).format(target=target)
+    if not isinstance(signature, Signature):
+        return NO_SIGNATURE.format(target=target, found=described(signature))
+    said = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
+    fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in said)
+    return signature if fits else OTHER_DIMENSIONS.format(target=target)
 
 
 def _name_of(target: Any) -> str:
