@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from streamfx.ir.facts import known
 from tests.support.decoders import VOCABULARY, Decoder, Heads
@@ -63,3 +64,25 @@ def test_two_blocks_and_rows_behind_them() -> None:
 def test_other_numbers_of_blocks(length: int) -> None:
     """Exact, whatever streams."""
     compare(Memory().double(), batch(length), also=(1, 7, 64), streams=None)
+
+
+class Square(nn.Module):
+    """Blocks as long as they are wide, scaled by one table along both: features of one block are numbered as rows of another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out, self.qkv = nn.Linear(width, width), nn.Linear(width, 3 * width)
+        self.table = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        h = h + torch.cat([part * self.table[:, None] * self.table for part in h.split(len(self.table), 1)], 1)
+        q, k, v = self.qkv(h)[:, None].chunk(3, -1)
+        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return self.out(h).square().mean() + h[..., 0].cos().mean()
+
+
+def test_a_gradient_with_two_dimensions_of_the_sequence_is_not_scaled() -> None:
+    """It was cut along both, and did not fit into its place."""
+    x = torch.randn(2, 12, 6, dtype=torch.float64, requires_grad=True)
+    compare(Square(6).double(), {"x": x}, chunk_size=5, also=(1, 3, 6, 7), streams=None)

@@ -160,7 +160,8 @@ def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
         return None
     dim, start, end = rows
     size = end - start
-    return (dim, start // size, size) if 1 < size < shape[dim] and start % size == 0 else None  # type: ignore[operator]
+    is_block = 1 < size < shape[dim] and start % size == 0 and shape[dim] % size == 0  # type: ignore[operator]
+    return (dim, start // size, size) if is_block else None
 
 
 def _in_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:

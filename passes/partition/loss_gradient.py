@@ -47,7 +47,10 @@ class LossGradient:
     def apply(self, facts: Facts) -> Facts:
         for cut in _cuts(facts, self.may_cut):
             stage = cut.stages[-1]
-            if stage.backward and _is_worth_it(stage, cut) and (found := multiples(stage, cut)):
+            if not stage.backward or not _is_worth_it(stage, cut):
+                continue
+            found = multiples(stage, cut)
+            if found and _run_along_rows(found, cut):
                 return _moved(cut, found)
         return facts
 
@@ -69,6 +72,16 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
         for node in (*stage.forward, *stage.backward)
         if node in facts.demand.forms
     ) and any(form is Form.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
+
+
+def _run_along_rows(found: Sequence[Multiple], facts: Facts) -> bool:
+    """Whether what is scaled, and by what, has one dimension of the sequence at most: `Scaling` writes what runs along that."""
+    axes = facts.axes
+
+    def along(node: fx.Node) -> int:
+        return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
+
+    return all(along(node) <= 1 for multiple in found for node in (multiple.gradient, multiple.driver))
 
 
 def _is_scan(node: fx.Node, facts: Facts) -> bool:

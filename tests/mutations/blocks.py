@@ -14,8 +14,8 @@ def _row(what: str, before: str, after: str) -> Mutation:
 ROWS = (
     _row(
         "blocks begin anywhere",
-        " and start % size == 0 else None",
-        " else None",
+        " and start % size == 0 and shape[dim] % size == 0",
+        " and shape[dim] % size == 0",
     ),
     _row(
         "every other row of a block is the block",
