@@ -8,19 +8,19 @@ import torch
 
 from benchmarks.settings import MIB, Rows, Settings
 
-COMMON = {"vocab_size": 2_000, "hidden_size": 128, "num_hidden_layers": 6}
+COMMON = {"vocab_size": 2_000, "hidden_size": 128, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384}
 # the lengths are small where transformers writes the recurrence as a Python loop over rows
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
-    "mamba": ({"state_size": 8}, (64, 128), 32),
     "mamba2": (
         {"num_heads": 4, "head_dim": 64, "expand": 2, "state_size": 16, "n_groups": 1, "chunk_size": 64},
         (512, 2048),
         128,
     ),
-    "rwkv": ({"attention_hidden_size": 128, "intermediate_size": 384}, (64, 128), 32),
-    "recurrent_gemma": ({**HEADS, "lru_width": 128, "attention_window_size": 64}, (64, 128), 32),
-    "xlstm": ({"num_blocks": 6, "num_heads": 4, "chunk_size": 64, "mode": "train"}, (256, 512), 64),
+    "mamba": ({"state_size": 8}, (32, 64), 16),
+    "rwkv": ({"attention_hidden_size": 128, "intermediate_size": 384}, (32, 64), 16),
+    "recurrent_gemma": ({**HEADS, "lru_width": 128, "attention_window_size": 32}, (32, 64), 16),
+    "xlstm": ({"num_blocks": 4, "num_heads": 4, "chunk_size": 64, "mode": "train"}, (256, 512), 64),
     "qwen3_next": (
         {
             **HEADS,
@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
-            "mlp_only_layers": [*range(6)],
+            "mlp_only_layers": [*range(4)],
         },
         (512, 2048),
         128,
@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
 
 
 def recurrences(settings: Settings) -> Rows:
-    """Six layers of width 128 as transformers writes them, as `streamfx.explain` follows them, in chunks of so many rows.
+    """Four layers of width 128 as transformers writes them, as `streamfx.explain` follows them, in chunks of so many rows.
     Both halves, activations and gradients, beside checkpointing of every layer.
     """
     rows: Rows = []
