@@ -166,9 +166,10 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
             found=f"{options!r} ({type(options).__name__})",
             do=f"write for example {{'chunk_size': 1024}}; the options are {', '.join(NAMES)}",
         )
-    for name, value in options.items():
-        _check(name, plain(value), origin)
-    return {name: plain(value) for name, value in options.items()}
+    given = {name: plain(value) for name, value in options.items()}
+    for name, value in given.items():
+        _check(name, value, origin)
+    return given
 
 
 def merged(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -321,10 +321,9 @@ def _check_functions(model: Any, loss: Any) -> None:
 def _saying_something(found: Verification, inputs: Any) -> Verification:
     """The same, unless nothing was computed: that nothing differs is no finding then."""
     if found.ok and found.says_nothing:
-        asked, nothing = "streamfx.verify asks for a call whose numbers can be compared", NOTHING
-        if empty := empty_among(inputs):
-            raise NotComparable(asked, found=f"{empty}, and {nothing}", do=DO)
-        raise NotComparable(asked, found=nothing, do=NUMBERS)
+        empty = empty_among(inputs)
+        found_what, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
+        raise NotComparable("streamfx.verify asks for a call whose numbers can be compared", found=found_what, do=do)
     return found
 
 
