@@ -97,7 +97,8 @@ class _Search:
     def weights(self) -> set[fx.Node]:
         """Weights that are trained, and what is made of them outside of loops."""
         weights = (node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node))
-        return descendants(weights, (node for node in self.nodes if not self._is_in_loop(node)))
+        forward = (node for node in self.facts.joint.nodes if node in self.facts.joint.forward)
+        return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
 
     def _is_in_loop(self, node: fx.Node) -> bool:
         return any(form not in (Form.SCALAR, Form.WHOLE) for form in self.forms.get(node, ()))

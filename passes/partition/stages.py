@@ -296,17 +296,20 @@ def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -
     """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
 
     A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
-    nothing of the last stage is put to after them are an earlier stage's, and so is what shows a value to these in another shape.
+    nothing of the last stage is put to after them are an earlier stage's, and so is what shows a value to these in another shape,
+    or is made for these alone of nothing that the last stage made.
     """
-    needed, behind = set[fx.Node](), set[fx.Node]()
+    needed, driven, behind = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
         if any(user in needed for user in node.users) or any(made.get(source) == last for source in node.all_input_nodes):
             needed.add(node)
     for node in nodes:
+        if node in needed or any(source in driven for source in node.all_input_nodes):
+            driven.add(node)
         is_another = is_expensive(node) and node not in needed
         if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
             behind.add(node)
     for node in reversed(nodes):
-        if is_moved_elements(node) and behind.issuperset(node.users):
+        if (is_moved_elements(node) or node not in driven) and behind.issuperset(node.users):
             behind.add(node)
     return sorted(nodes, key=behind.__contains__)
