@@ -29,7 +29,6 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, Form, Role
 from streamfx.ir.joint import is_tensor, outputs_of
-from streamfx.ir.signature import Scan
 from streamfx.ir.stage import Stage
 from streamfx.passes.analysis.multiples import Multiple, multiples
 from streamfx.passes.operators.traits import is_product
@@ -68,7 +67,7 @@ def _is_worth_it(stage: Stage, facts: Facts) -> bool:
     return all(
         Role.KEYS not in facts.demand.roles.get(node, {}).values()
         and facts.demand.forms[node][0] is not Form.KEYSUM
-        and not (node in stage.backward and _is_scan(node, facts))
+        and not (node in stage.backward and facts.axes.is_running(node))  # it asks for loops in its own half's direction
         for node in (*stage.forward, *stage.backward)
         if node in facts.demand.forms
     ) and any(form is Form.SUM for node in stage.forward for form in facts.demand.forms.get(node, ()))
@@ -82,12 +81,6 @@ def _run_along_rows(found: Sequence[Multiple], facts: Facts) -> bool:
         return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
     return all(along(node) <= 1 for multiple in found for node in (multiple.gradient, multiple.driver))
-
-
-def _is_scan(node: fx.Node, facts: Facts) -> bool:
-    """Whether a node asks for the direction in which its own half's loops run."""
-    signature = facts.axes.signatures.get(node)
-    return signature is not None and any(isinstance(index, Scan) for index in signature.index.values())
 
 
 def _moved(facts: Facts, found: Sequence[Multiple]) -> Facts:

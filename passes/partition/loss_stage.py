@@ -22,7 +22,7 @@ from torch import fx
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, descendants, is_tensor, trained_values
-from streamfx.passes.operators.traits import is_product
+from streamfx.passes.operators.traits import is_product, producer_of
 from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
 
 EARLIER, LAST = "earlier", "last"
@@ -72,20 +72,20 @@ class _Search:
         return network
 
     def _heads(self) -> set[fx.Node]:
-        """Products of rows that trained weights lead to and after which no other product comes."""
+        """Products of rows that trained weights lead to and after which no other product comes; states are no such products."""
         driven = self.trained & ancestors(self.facts.joint.outputs)
         before: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            is_head = is_product(node) and self._is_in_loop(node)
-            if is_head and node in driven and node not in before:
+            in_loop = is_product(node) and self._is_in_loop(node)
+            if in_loop and node in driven and node not in before and not self.facts.axes.is_running(producer_of(node)):
                 heads.add(node)
-            if is_head or node in before:
+            if in_loop or node in before:
                 before.update(node.all_input_nodes)
         return heads
 
     def _is_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
-        if node in self.facts.causality.spans:
+        if node in self.facts.causality.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
 

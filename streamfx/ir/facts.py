@@ -18,7 +18,7 @@ from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan
 from streamfx.ir.program import Program
 from streamfx.ir.recurrence import Truncation
-from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.signature import Letter, Scan, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
@@ -77,6 +77,12 @@ class AxisFacts:
                 if atom in self.sequence.members:
                     return atom
         return None
+
+    def is_running(self, node: fx.Node) -> bool:
+        """Whether an operator hands something on from row to row of the sequence: a running sum, a recurrence."""
+        signature = self.signatures.get(node)
+        running = () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, Scan))
+        return any(self.sequence_atom(self.letters[node][letter]) is not None for letter in running)
 
     def row_axis(self, dim: Dim) -> Atom | None:
         """The atom of a dimension that is the sequence and nothing else, not in blocks: an index along it is a row's number."""

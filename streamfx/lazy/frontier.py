@@ -1,7 +1,10 @@
 """From which few bytes can a value be rebuilt?  A minimum cut of the cheap, pure functions behind it.
 
-hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
+residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
 ^ cut here: the fewest bytes; parameters cost nothing, they live with the model
+
+Of cuts with equally few bytes it is the furthest that asks for no further product. Gradients of the output then arrive in front
+of the norm, and its backward half runs with the loss's; behind it, what the norm reads would be made again for them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import fx
 from streamfx.lazy.table import CONTRACTING, Kind, kind_of
 from streamfx.lazy.values import Values, bytes_of, example, is_dense, is_number, is_parameter
 
+START = "start"
 DEPTH = 2  # matrix products on the way to the output: a head, or one of low rank (an adapter's too)
 
 
@@ -29,47 +33,59 @@ class Frontier:
 
 
 def frontier_of(target: fx.Node, values: Values) -> Frontier | None:
-    """The cheapest frontier, of several the nearest; None where there is none."""
+    """The cheapest frontier; None where there is none."""
     if not _can_rebuild(target, values):
         return None
     cone = _cone(target, values)
     network = _network(target, cone, values)
     try:
-        _, (_, near) = networkx.minimum_cut(network, "start", target)  # of all minimum cuts the one nearest to the target
+        _, (near, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts the one nearest to the start
     except networkx.NetworkXUnbounded:
         return None
-    given = tuple(node for node in cone if (node, "out") in near and (node, "in") not in near)
-    rebuilt = tuple(node for node in cone if (node, "in") in near)
+    asked: set[fx.Node] = {target}
+    for node in reversed(tuple(cone)):
+        if (node, "in") in near and not asked.isdisjoint(node.users):
+            asked.add(node)
+    given = tuple(node for node in cone if node not in asked and not asked.isdisjoint(node.users))
+    rebuilt = tuple(node for node in cone if node in asked)
     cost = sum(bytes_of(node) or 0 for node in given if not is_parameter(node))
     return Frontier(given, (*rebuilt, target), cost)
 
 
-def _cone(target: fx.Node, values: Values) -> Mapping[fx.Node, bool]:
-    """The nodes behind `target`, in program order; whether they may be run again."""
-    depth = {target: int(kind_of(target) in CONTRACTING)}
-    cone: dict[fx.Node, bool] = {}
+@dataclass(frozen=True)
+class _Behind:
+    """A node behind the target: how many products lie between the two, and whether it may be run again."""
+
+    products: int
+    again: bool
+
+
+def _cone(target: fx.Node, values: Values) -> Mapping[fx.Node, _Behind]:
+    """The nodes behind `target`, in program order."""
+    products = {target: 0}
+    cone: dict[fx.Node, _Behind] = {}
     for node in reversed(values.graph.nodes):
-        if node not in depth:
+        if node not in products:
             continue
-        depth[node] += int(node is not target and kind_of(node) in CONTRACTING)
-        again = node is target or (_can_rebuild(node, values) and depth[node] <= DEPTH)
+        own = products[node] + int(kind_of(node) in CONTRACTING)
+        again = node is target or (_can_rebuild(node, values) and own <= DEPTH)
         if node is not target:
-            cone[node] = again
+            cone[node] = _Behind(products[node], again)
         for operand in _operands(node, values) if again else ():
-            depth[operand] = max(depth.get(operand, 0), depth[node])
+            products[operand] = max(products.get(operand, 0), own)
     return dict(reversed(cone.items()))
 
 
-def _network(target: fx.Node, cone: Mapping[fx.Node, bool], values: Values) -> networkx.DiGraph:
-    """Values flow from "start" to the target. To keep one is to cut its edge, at the cost of its bytes."""
+def _network(target: fx.Node, cone: Mapping[fx.Node, _Behind], values: Values) -> networkx.DiGraph:
+    """Edges lead from a value to what it is made of. To keep one is to cut its edge, at the cost of its bytes."""
     network = networkx.DiGraph()
-    network.add_nodes_from(["start", target])
-    network.add_edges_from(((operand, "out"), target) for operand in _operands(target, values))
-    for node, again in cone.items():
-        capacity = _capacity(node, values)
-        network.add_edge((node, "in"), (node, "out"), **({} if capacity is None else {"capacity": capacity}))
-        before = [(operand, "out") for operand in _operands(node, values)] if again else ["start"]
-        network.add_edges_from((source, (node, "in")) for source in before)
+    network.add_nodes_from([target, START])
+    network.add_edges_from((target, (operand, "out")) for operand in _operands(target, values))
+    for node, behind in cone.items():
+        capacity = _capacity(node, behind, values)
+        network.add_edge((node, "out"), (node, "in"), **({} if capacity is None else {"capacity": capacity}))
+        before = [(operand, "out") for operand in _operands(node, values)] if behind.again else [START]
+        network.add_edges_from(((node, "in"), source) for source in before)
     return network
 
 
@@ -95,11 +111,16 @@ def _can_rebuild(node: fx.Node, values: Values) -> bool:
     return all(is_dense(operand) or is_number(operand) for operand in node.all_input_nodes)
 
 
-def _capacity(node: fx.Node, values: Values) -> int | None:
-    """The cost of keeping a value: twice its bytes, one more for a view (to be copied); None where it cannot be."""
+def _capacity(node: fx.Node, behind: _Behind, values: Values) -> int | None:
+    """The cost of keeping a value: its bytes; of equally many first what is returned anyway, then what is behind one product
+    at most, then what is no view (that would be copied). None where it cannot be kept.
+    """
     if not is_dense(node) or values.is_written(node):
         return None
     if is_parameter(node):
         return 0
     size = bytes_of(node)
-    return None if size is None else 2 * size + int(values.bases[node] is not node)
+    if size is None:
+        return None
+    is_view = values.bases[node] is not node
+    return 8 * size + 4 * int(node not in values.outputs) + 2 * int(behind.products > 1) + int(is_view)

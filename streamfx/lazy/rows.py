@@ -52,8 +52,12 @@ def _pointwise(node: fx.Node, known: Known) -> Follows:
     return tuple(dims.pop() if len(dims) == 1 else None for dims in aligned)
 
 
+def _first(node: fx.Node) -> object:
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
 def _same(node: fx.Node, known: Known) -> Follows:
-    return _of(node.args[0], known)
+    return _of(_first(node), known)
 
 
 def _index(node: fx.Node, known: Known) -> Follows:
@@ -64,7 +68,7 @@ def _index(node: fx.Node, known: Known) -> Follows:
 
 
 def _softmax(node: fx.Node, known: Known) -> Follows:
-    follows = list(_of(node.args[0], known))
+    follows = list(_of(_first(node), known))
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(dim, int) or not follows:
         return ()
@@ -72,14 +76,39 @@ def _softmax(node: fx.Node, known: Known) -> Follows:
     return tuple(follows)
 
 
+def _reduction(node: fx.Node, known: Known) -> Follows:
+    """Over one dimension, or several; in its place is one of size one, or none."""
+    follows = _of(_first(node), known)
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = given if isinstance(given, (tuple, list)) else (given,)
+    if not follows or not all(type(dim) is int for dim in dims):
+        return ()
+    summed = {dim % len(follows) for dim in dims}
+    is_kept = example(node).dim() == len(follows)
+    return tuple(None if at in summed else dim for at, dim in enumerate(follows) if is_kept or at not in summed)
+
+
+def _norm(node: fx.Node, known: Known) -> Follows:
+    """Over as many of the last dimensions as a shape says, with weights that have no rows of the given tensor."""
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    if not isinstance(shape, (tuple, list)) or not shape or not _are_apart(node, known):
+        return ()
+    return (*_of(_first(node), known)[: -len(shape)], *(None for _ in shape))
+
+
 def _linear(node: fx.Node, known: Known) -> Follows:
     """x [..., k] with a weight [k, n] that has no rows of the given tensor."""
     if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
         return ()
-    weights = (node.args[1], *(operand for operand in node.all_input_nodes if operand is not node.args[0]))
-    if any(dim is not None for weight in weights for dim in _of(weight, known)):
-        return ()
-    return (*_of(node.args[0], known)[:-1], None)
+    return (*_of(node.args[0], known)[:-1], None) if _are_apart(node, known) else ()
+
+
+def _are_apart(node: fx.Node, known: Known) -> bool:
+    """Whether no operand but the first one has rows of the given tensor, and the first is no second one, too."""
+    first = _first(node)
+    weights = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node) and item is not first]
+    again = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1
+    return not again and all(dim is None for weight in weights for dim in _of(weight, known))
 
 
 RULES: dict[Kind, Callable[[fx.Node, Known], Follows]] = {
@@ -87,5 +116,7 @@ RULES: dict[Kind, Callable[[fx.Node, Known], Follows]] = {
     Kind.SAME: _same,
     Kind.INDEX: _index,
     Kind.SOFTMAX: _softmax,
+    Kind.NORM: _norm,
+    Kind.REDUCTION: _reduction,
     Kind.LINEAR: _linear,
 }

@@ -23,6 +23,8 @@ class Kind(Enum):
     SAME = "same"  # the dimensions of the first operand: casts, copies
     INDEX = "index"  # x[...]
     SOFTMAX = "softmax"  # mixes along one dimension
+    NORM = "norm"  # mixes along the last dimensions
+    REDUCTION = "reduction"  # sums over given dimensions
     LINEAR = "linear"  # contracts the last dimension of the first operand with a weight
     CONTRACTION = "contraction"  # any other matrix product
     VIEW = "view"  # dimensions split, merged, moved
@@ -34,9 +36,11 @@ NAMES: dict[Kind, str] = {
         abs add clamp clamp_max clamp_min div divide exp expit gelu log masked_fill maximum minimum mul multiply neg
         negative pow reciprocal relu rsqrt sigmoid silu softplus sqrt square sub subtract tanh true_divide truediv where
     """,
-    Kind.SAME: "bfloat16 clone contiguous detach double float half to type",
+    Kind.SAME: "bfloat16 clone contiguous detach double float half to type type_as",
     Kind.INDEX: "getitem",
     Kind.SOFTMAX: "log_softmax softmax",
+    Kind.NORM: "layer_norm rms_norm",
+    Kind.REDUCTION: "mean std sum var",
     Kind.LINEAR: "linear matmul",
     Kind.CONTRACTION: "addmm baddbmm bmm einsum mm",
     Kind.VIEW: """

@@ -31,6 +31,7 @@ class Values:
     written: frozenset[fx.Node]  # bases that some function writes into
     contexts: dict[fx.Node, Context]
     sizes: SizeSources
+    outputs: frozenset[fx.Node]
 
     def is_written(self, node: fx.Node) -> bool:
         return self.bases[node] in self.written
@@ -72,7 +73,8 @@ def bytes_of(node: fx.Node) -> int | None:
 
 def values_of(graph: fx.Graph) -> Values:
     bases, written = _memory(graph)
-    return Values(graph, bases, written, dict(_contexts(graph)), _size_sources(graph))
+    outputs = frozenset(graph.output_node().all_input_nodes)
+    return Values(graph, bases, written, dict(_contexts(graph)), _size_sources(graph), outputs)
 
 
 def has_nested_modes(graph: fx.Graph) -> bool:
