@@ -53,8 +53,9 @@ class _Cutter:
         self.facts, self.axes, self.demand, self.causality = facts, facts.axes, facts.demand, facts.causality
         joint = facts.joint
         self.between = Between(facts)
-        self.forward = [node for node in joint.nodes if node in joint.forward]
-        self.backward = as_late_as_possible([node for node in joint.nodes if node not in joint.forward], joint.tangents)
+        nodes = beside_producers(joint.nodes)
+        self.forward = [node for node in nodes if node in joint.forward]
+        self.backward = as_late_as_possible([node for node in nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.bytes: dict[fx.Node, int] = {}
         self.last = len(last)
@@ -274,6 +275,17 @@ class _Cutter:
             for node in nodes
             if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
         ]
+
+
+def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes with each part of a tuple right behind what makes the tuple: between the two there is no cut.
+
+    A state that is only returned is taken out of its recurrence at the very end.
+    """
+    place: dict[fx.Node, int] = {}
+    for i, node in enumerate(nodes):
+        place[node] = place.get(producer_of(node), i)
+    return sorted(place, key=place.__getitem__)
 
 
 def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
