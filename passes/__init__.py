@@ -18,6 +18,7 @@ from streamfx.passes.canonicalization.canonicalize import Canonicalize
 from streamfx.passes.canonicalization.over_ranks import SumsOverRanks
 from streamfx.passes.canonicalization.unshard import Unshard
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
+from streamfx.passes.codegen import running as _running  # noqa: F401  (so does this)
 from streamfx.passes.codegen.buckets import Buckets
 from streamfx.passes.codegen.lower import Lower
 from streamfx.passes.codegen.put_back import PutBack

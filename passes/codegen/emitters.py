@@ -10,25 +10,21 @@ from torch import fx
 from streamfx.ir.facts import Form, Role
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.needs import Need
-from streamfx.ir.program import CHUNK, Rows, Same, Shifted
+from streamfx.ir.program import Shifted
 from streamfx.ir.signature import SingleRow
 from streamfx.ir.sizes import Size, is_never_less, size_of
 from streamfx.passes.codegen.adders import arranged, mean_count
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.codegen.waits import REDUCED
 from streamfx.passes.operators.rules.attention import M, N
-from streamfx.passes.operators.rules.scans import FORWARD, REVERSE
 from streamfx.passes.operators.rules.views import vanishing
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.runtime import attention as chunked
-from streamfx.runtime import scans, single_rows, windows
-from streamfx.runtime.associative import Associative, AssociativeBackward
+from streamfx.runtime import single_rows, windows
 from streamfx.runtime.collectives import ALL_REDUCE, begin, end
 from streamfx.runtime.experts import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
-from streamfx.runtime.recurrences import Recurrence, Unrolled
 from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
-from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.sizes import (
     first_in_chunk,
     first_in_span,
@@ -36,17 +32,12 @@ from streamfx.runtime.sizes import (
     rows_in_chunk,
     rows_shifted,
 )
-from streamfx.runtime.stateful import Backward, Forward
-from streamfx.runtime.truncated import Truncated
 
 aten = torch.ops.aten
-AGAINST = "{target} runs over the rows in the other direction than what needs it"
-INSIDE_BLOCKS = "{target} takes {block} rows together, and chunks would begin between them"
 NEXT_ROWS = (
     "{target} takes numbers of the next row where a row ends, as a shift by views does (rel_shift), and nothing proves that "
     "a mask hides them"
 )
-NO_STATES = "a loop over rows goes back through rows that the forward half did not go through chunk by chunk"
 
 
 @emits(aten.mean.default, aten.mean.dim)
@@ -224,64 +215,6 @@ def _around(builder: BodyBuilder, need: Need) -> tuple[Any, Any]:
     before = rows_before_shifted(selector, own, length)
     after = rows_in_chunk(selector.rows, length) + selector.reach - before - rows_shifted(selector, own, length)
     return builder.number(before), builder.number(after)
-
-
-@emits(*FORWARD, *REVERSE)
-def scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """From what the chunks before have left: in this loop, or in one that ran the other way."""
-    (dim,) = builder.layout.axes.signatures[node].index
-    if builder.layout.demand.roles.get(node, {}).get(dim) is not Role.ROWS:
-        return emit_copy(builder, node)
-    reverse = node.target in REVERSE
-    (rows,) = builder.operands(node)
-    dtype = node.meta["val"].dtype
-    what = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
-    before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
-    chunk = builder.number(CHUNK)
-    known = builder.outer_states(node)
-    if builder.reverse == reverse:
-        keeps_states = not reverse and known is None
-        carry, states = builder.carry(node, dim, scans.carry_type(dtype), keeps_states)
-        return builder.graph.call_function(scans.advance, (*what, carry, before, states, chunk))
-    if known is None:
-        raise RunsWhole(node, AGAINST.format(target=node.target))
-    states = builder.feed(f"{node.name}_states", Same(), known)
-    return builder.graph.call_function(scans.resume, (*what, before, states, chunk))
-
-
-@emits(Unrolled, Scanned, Forward, Backward, Associative, AssociativeBackward)
-def recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """From what the chunks before have left; the backward half's from the rows that follow, and the forward half's states."""
-    run: Recurrence = node.target  # type: ignore[assignment]
-    layout, rows = builder.layout, run.axes.rows
-    if layout.demand.roles.get(node, {}).get(rows) is not Role.ROWS:
-        return emit_copy(builder, node)
-    own = layout.rows(layout.axes.letters[node][rows])
-    if run.block != 1 and (own.block != 1 or not isinstance(own.offset, int) or own.offset % run.block):
-        raise RunsWhole(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
-    before, after = _rows_before(builder, own, run.reverse), _rows_before(builder, own, not run.reverse)
-    chunk, operands, forward = builder.number(CHUNK), builder.operands(node), node.meta.get("streamfx_forward", node)
-    known = builder.outer_states(forward) if forward is not None else None
-    states = None if known is None else builder.feed(f"{forward.name}_states", Same(), known)
-    if node in layout.truncations:
-        run = Truncated(run, layout.truncations[node])
-    if run.reverse:
-        if not builder.reverse or (run.needs_states and known is None):
-            raise RunsWhole(node, NO_STATES)
-        carry, _ = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=False)
-        return builder.graph.call_function(run.retreat, (before, after, carry, states, chunk, *operands))
-    if builder.reverse:
-        if known is None:
-            raise RunsWhole(node, AGAINST.format(target="a loop over rows"))
-        return builder.graph.call_function(run.resume, (before, after, states, chunk, *operands))
-    carry, made = builder.carry_of(node, run.carry_shape, run.carry_type, keeps_states=known is None)
-    return builder.graph.call_function(run.advance, (before, after, carry, made, chunk, *operands))
-
-
-def _rows_before(builder: BodyBuilder, own: Rows, reverse: bool) -> fx.Node:
-    """How many of an axis's rows come before those of the chunk, in the direction in which they follow one another."""
-    first = first_in_chunk(own, builder.length)  # there may be no row in the first chunks, or in the last
-    return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)
 
 
 @emits(aten.repeat.default)

@@ -120,8 +120,9 @@ def postponed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
         likes = _likes(func, args, kwargs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):  # the operator itself will tell
         return None
-    widest = max((widest, *(like.numel() for like in likes)))
-    if not likes or widest < LEAST:
+    if not likes or any(like is None for like in likes):  # a gradient that nobody asked for
+        return None
+    if (widest := max(widest, *(like.numel() for like in likes))) < LEAST:
         return None
     own = [_own(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
     if any(item is None for item in own):

@@ -63,6 +63,18 @@ class Recurrence(ABC):
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         """The chunk's rows again, first to last, from the state with which it started."""
 
+    def goes_on_from(self, forward: Recurrence) -> bool:
+        """Whether `retreat_from` can run with what another one's `resume_kept` leaves, which are all the steps that it needs."""
+        return False
+
+    def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
+        """As `resume`, with the values of all steps behind the results. No result shares its memory with one of these."""
+        raise NotImplementedError("nothing goes on from its steps")
+
+    def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
+        """As `retreat`, from the values of the forward half's steps in the same chunk."""
+        raise NotImplementedError("it goes on from no other's steps")
+
 
 class Unrolled(Recurrence):
     """One that was written row by row: a chunk runs the operators of its own rows."""
@@ -108,6 +120,24 @@ class Unrolled(Recurrence):
         restore(self.plan.own, env, before, states[chunk])
         run(self.plan.own, env, rows, before, stop)
         return results(self.plan.own, env, before, stop, operands[0])
+
+    def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
+        env, rows = self._begun(operands)
+        stop = before + self._count(rows)
+        restore(self.plan.own, env, before, states[chunk])
+        run(self.plan.own, env, rows, before, stop, keeps=True)
+        made = results(self.plan.own, env, before, stop, operands[0])
+        joined = len(self.plan.own.joins)
+        return (*made[:joined], *(final.clone() for final in made[joined:]), env)
+
+    def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
+        env, rows = self._begun(operands)
+        return self._carried(self.plan.length - before - self._count(rows), carry, {**kept, **env}, rows, operands[0])
+
+    def goes_on_from(self, forward: Recurrence) -> bool:
+        if not isinstance(forward, Unrolled) or forward.plan.own is not self.plan.again:
+            return False
+        return set(forward.plan.operands) <= set(self.plan.operands)
 
     def _carried(self, first: int, carry: Tensor, env: Env, rows: Mapping[Number, Tensor], like: Tensor) -> tuple[Tensor, ...]:
         own, stop = self.plan.own, first + self._count(rows)

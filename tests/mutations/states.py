@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 PLAN, RUN = "streamfx/ir/stateful.py", "streamfx/runtime/stateful.py"
-READ, EMIT, AXIS = "passes/canonicalization/stateful_operators.py", "passes/codegen/emitters.py", "streamfx/ir/facts.py"
+READ, EMIT, AXIS = "passes/canonicalization/stateful_operators.py", "passes/codegen/running.py", "streamfx/ir/facts.py"
 CONVOLUTION, PACKED = "streamfx/runtime/causal_convolutions.py", "passes/canonicalization/convolution_package.py"
 STREAMS = "test_stateful.py::test_rows_follow_one_another"
 BLOCKS = "test_stateful.py::test_inside_of_blocks_it_runs_whole"
