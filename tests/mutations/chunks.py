@@ -101,7 +101,7 @@ COPIES = (
     Mutation(
         "chunks",
         "a scan begins with the chunk, not with its rows",
-        EMITTERS,
+        "passes/codegen/running.py",
         "return builder.number(own.length - first - rows_in_chunk(own, builder.length) if reverse else first)",
         "return builder.number(1)",
         ("test_counted_rows.py::test_a_scan_begins_where_its_rows_begin",),
