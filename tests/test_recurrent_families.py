@@ -80,10 +80,11 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The states behind the last row are asked for, too."""
+    """The loss may ask for the states behind the last row, too."""
 
-    def __init__(self, name: str, form: Written, layers: int) -> None:
+    def __init__(self, name: str, form: Written, layers: int, with_last: bool = True) -> None:
         super().__init__()
+        self.with_last = with_last
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.layers = nn.ModuleList(Layer(name, form) for _ in range(layers))
 
@@ -92,7 +93,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x, last = layer(x)
             beside += [state.square().mean() for state in last]
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * torch.stack(beside).sum()
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return loss + 0.1 * torch.stack(beside).sum() if self.with_last else loss
 
 
 WRITTEN: dict[str, Written] = {"scan": scanned, "associative_scan": combined, "operator": called}
@@ -117,7 +119,10 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {**HEADS_OF, "lru_width": 8, "attention_window_size": 16},
 }
-BLOCKS = {"mamba2": (7, 11), "xlstm": (35, 11)}  # rows of a block, where a configuration says so, in long sequences and short ones
+BLOCKS = {
+    "mamba2": (7, 11),
+    "xlstm": (35, 11),
+}  # rows of a block, where a configuration says so, in long sequences and short ones
 LENGTHS = {"qwen3_next": (150, 130), "mamba2": (70, 22), "xlstm": (70, 22)}  # blocks have 64 rows, or two are to be filled
 
 
