@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 from streamfx.cost.memory import cost_of
 from streamfx.ir.facts import Form, known
@@ -19,7 +20,7 @@ from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.scanned import Scanned
 from streamfx.runtime.stateful import Backward, Forward
 from tests.support import decoders, layouts
-from tests.support.exactness import Report, compare
+from tests.support.exactness import Report, assert_small, compare, errors, outcome, recorder
 from tests.support.recurrent import BATCH, FAMILIES, WIDTH, Values
 from tests.support.spread import only
 from tests.support.stateful.families import OPERATORS
@@ -55,6 +56,23 @@ def combined(name: str, rows: Values, weights: Values, states: Values) -> tuple[
 
 def called(name: str, rows: Values, weights: Values, states: Values) -> tuple[Tensor, Values]:
     made, *last = OPERATORS[name](*rows, *weights, *states)
+    return made, tuple(last)
+
+
+def turned(name: str, rows: Values, weights: Values, states: Values) -> tuple[Tensor, Values]:
+    """What a loop carries is all rows of the result, too; nothing of what it is given may lie in one memory."""
+    family, length = FAMILIES[name], rows[0].shape[1]
+    rows, weights = tuple(item.clone() for item in rows), tuple(item.clone() for item in weights)
+    like = family.step(states, tuple(item[:, 0] for item in rows), weights)[1]
+
+    def turn(t: Tensor, made: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        own = tuple(item.index_select(1, t.view(1)).squeeze(1) for item in rows)
+        left, y = family.step(states, own, weights)
+        made = torch.where((torch.arange(length) == t)[None, :, None], y.unsqueeze(1), made)
+        return (t + 1, made, *(1.0 * state for state in left))
+
+    start = torch.zeros((), dtype=torch.int64), like.new_zeros(len(like), length, like.shape[1]), *states
+    _, made, *last = while_loop(lambda t, *_: t < length, turn, start)
     return made, tuple(last)
 
 
@@ -187,6 +205,20 @@ def test_exact_in_any_chunks(family: str, form: str, chunk: int, is_short: bool)
         found = recurrences(report, form)
         assert len(found) >= 2 * layers and all(Form.ROWS in facts.demand.forms[node] for node in found)
         assert not facts.reasons()
+
+
+@pytest.mark.parametrize("family", only(["recurrent_gemma"], FAMILIES))
+def test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams(family: str) -> None:
+    """How many turns it takes is counted on the way, and how many rows a chunk has is chosen before."""
+    own, eager = (decoders.made(lambda: Decoder(family, turned, 1)) for _ in range(2))
+    ids, backend = layouts.tokens(VOCABULARY, BATCH, 11, 0), recorder(chunk_size=4)
+    truth = outcome(eager, eager, {"input_ids": ids, "labels": ids})
+    compiled = torch.compile(own, backend=backend, fullgraph=True)  # without, AOTAutograd itself refuses it
+    found = errors(outcome(compiled, own, {"input_ids": ids, "labels": ids}), truth)
+    assert_small(found, TOLERANCE, family)
+    (facts,) = backend.facts
+    assert not facts.failed and len(known(facts.program).loops) > 2
+    assert any("while_loop" in reason for reason in facts.reasons())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

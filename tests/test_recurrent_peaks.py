@@ -1,4 +1,4 @@
-"""What a model with a state keeps for each further chunk: the state with which the chunk began, and rows of the residual stream."""
+"""What a model with a state keeps for each further chunk: the state with which it began, and rows of the residual stream."""
 
 from __future__ import annotations
 

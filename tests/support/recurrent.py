@@ -1,7 +1,7 @@
-"""Recurrences of six families of models, each as a step from one row to the next, and as a function that joins stretches of rows.
+"""Recurrences of six families of models, each as a step from row to row, and as a function that joins stretches of rows.
 
-A step takes the states that the row before left, the rows' own values and the weights that all rows are given, and makes the states
-that are left and a row of the result. A stretch of rows is told by what becomes of a state that it is given.
+A step takes the states that the row before left, its own row of all that has rows and the weights that all rows are given; it
+makes the states that are left and a row of the result. A stretch of rows is told by what becomes of a state that it is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Family:
     """`rows` and `weights` say shapes by name, for one row of one sequence; so do `states`.
 
     `stretch` makes of rows, all at once, a stretch of each; `join` of two stretches that follow one another one; `after` of a
-    stretch and a state the state behind it; `read` of rows and the states behind (`before`: in front of) them the rows of the result.
+    stretch and a state the state behind it; `read` of rows and the states behind them the rows of the result (`before`: those in
+    front of them).
     """
 
     rows: dict[str, tuple[int, ...]]

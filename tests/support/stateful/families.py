@@ -1,4 +1,4 @@
-"""An operator for each family of `tests/support/recurrent.py`: rows one after the other, and a backward that goes back step by step."""
+"""An operator for each family of `tests/support/recurrent.py`: rows one by one, and a backward that goes back by steps."""
 
 from __future__ import annotations
 
