@@ -207,11 +207,12 @@ def test_exact_in_any_chunks(family: str, form: str, chunk: int, is_short: bool)
         assert not facts.reasons()
 
 
+@pytest.mark.parametrize("chunk", ["auto", 4])
 @pytest.mark.parametrize("family", only(["recurrent_gemma"], FAMILIES))
-def test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams(family: str) -> None:
+def test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams(family: str, chunk: int | str) -> None:
     """How many turns it takes is counted on the way, and how many rows a chunk has is chosen before."""
     own, eager = (decoders.made(lambda: Decoder(family, turned, 1)) for _ in range(2))
-    ids, backend = layouts.tokens(VOCABULARY, BATCH, 11, 0), recorder(chunk_size=4)
+    ids, backend = layouts.tokens(VOCABULARY, BATCH, 11, 0), recorder(chunk_size=chunk, loss_chunk_size=chunk)
     truth = outcome(eager, eager, {"input_ids": ids, "labels": ids})
     compiled = torch.compile(own, backend=backend, fullgraph=True)  # without, AOTAutograd itself refuses it
     found = errors(outcome(compiled, own, {"input_ids": ids, "labels": ids}), truth)
