@@ -48,6 +48,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "tables": (0, 1, 18, 23, 17),
     "orders": (22, 11, 9, 19, 3),
     "loops": (7, 11, 19, 6),
+    "squares": (21, 52, 6),
     "decays": (1, 3, 0, 5),
 }
 

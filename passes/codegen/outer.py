@@ -60,8 +60,19 @@ class OuterBuilder:
         return self.env.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
-        """The number that a symbol of the dynamic shapes stands for."""
+        """The number that a symbol of the dynamic shapes stands for; inputs tell it, or what has counted it on the way."""
+        if symbol not in self.symbols:
+            self.symbols[symbol] = self._counted(symbol)
         return self.symbols[symbol]
+
+    def _counted(self, symbol: sympy.Symbol) -> fx.Node:
+        for node in filter(is_tensor, self.env):
+            for dim, size in enumerate(shape_of_node(node)):
+                if size == symbol:
+                    made = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
+                    made.meta["val"] = node.meta["val"].shape[dim]
+                    return made
+        raise KeyError(symbol)
 
     def number(self, size: Size) -> Any:
         if isinstance(size, int):

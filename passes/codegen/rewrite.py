@@ -274,7 +274,7 @@ class _BackwardBuilder(OuterBuilder):
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
         if symbol not in self.numbers:
-            value = self.forward.symbols[symbol]
+            value = self.forward.symbol(symbol)
             self.numbers[symbol] = self._placeholder(symbol.name, {"val": value.meta["val"]})
         return self.numbers[symbol]
 
@@ -321,7 +321,7 @@ class _BackwardBuilder(OuterBuilder):
             placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
         saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
-        return saved, objects + [self.forward.symbols[symbol] for symbol in self.numbers]
+        return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
 
     def _is_for_one(self, node: fx.Node) -> bool:
         """Whether a saved value is a loop's result that the forward half hands to this half alone."""

@@ -20,9 +20,9 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import bytes_like
 from streamfx.cost.rates import Rates, rates_of
 from streamfx.ir.facts import AxisFacts, Facts, Form, Role, known
-from streamfx.ir.joint import device_of, is_tensor, tensor_operands
+from streamfx.ir.joint import device_of, input_symbols, is_tensor, tensor_operands
 from streamfx.ir.plan import AutoChunk, ChunkSize
-from streamfx.ir.sizes import Size, numeric, product
+from streamfx.ir.sizes import Size, free_symbols, numeric, product, simplified
 from streamfx.ir.stage import Stage
 from streamfx.options import Options
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
@@ -142,7 +142,13 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     for node in nodes:
         if is_tensor(node) and not is_moved_elements(node) and demand.form(node) in (Form.ROWS, Form.PAIR):
             total = total + _elements_of_a_row(node, facts.axes) * node.meta["val"].element_size()
-    return total
+    return _told(total, facts)
+
+
+def _told(size: Size, facts: Facts) -> Size:
+    """A size with some number for what is counted on the way, as turns of a loop are: rows of a chunk are chosen before."""
+    late = free_symbols([size]) - input_symbols(facts.joint)
+    return size if isinstance(size, int) or not late else simplified(size.subs({symbol: numeric(symbol) for symbol in late}))
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.sizes import Size, shape_of
+from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 STAYS = "streamfx_stays"  # in the `meta` of an operator that runs though nobody reads its result
@@ -156,6 +157,12 @@ def is_size(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(
         node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
+
+
+def input_symbols(joint: JointGraph) -> set[sympy.Symbol]:
+    """Symbols in the sizes of what is given: numbers that are known before the graph runs."""
+    tensors = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
+    return free_symbols([*tensors, *(size_of(node.meta["val"]) for node in joint.primals if is_size(node))])
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:

@@ -62,4 +62,20 @@ ROWS = (
         " or len(parts) != 2 or total.kwargs or not _are_like(total, parts)",
         " or len(parts) != 2 or not _are_like(total, parts)",
     ),
+    Mutation(
+        "blocks",
+        "rows within a block are relatives of the rows of which blocks are joined",
+        "passes/analysis/axes.py",
+        "for part in parts for atom in part[:1])}",
+        "for part in parts for atom in part)}",
+        ("test_relatives.py::test_blocks_are_relatives_of_what_is_joined_of_them_and_their_rows_are_none",),
+    ),
+    Mutation(
+        "blocks",
+        "of several sequences side by side only the first axis is a relative",
+        "passes/analysis/axes.py",
+        "            own = {*whole, *(atom",
+        "            own = {*whole[:1], *(atom",
+        ("test_relatives.py::test_several_sequences_side_by_side_are_relatives",),
+    ),
 )

@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 EMITTERS, DEMAND, SIZES = "passes/codegen/emitters.py", "passes/analysis/demand.py", "streamfx/runtime/sizes.py"
 MISLEADS = "test_masks_that_mislead.py::test_arithmetic_that_misleads"
+TURNS = "test_recurrent_families.py::test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams"
 
 PLACES = (
     Mutation(
@@ -232,6 +233,22 @@ DYNAMIC = (
         "        start = max(start + length, 0) if isinstance(length, int) else None\n",
         "        start = 0\n",
         (MISLEADS,),
+    ),
+    Mutation(
+        "sizes",
+        "rows of a chunk depend on what is counted on the way",
+        "passes/partition/chunk_sizes.py",
+        "    return _told(total, facts)\n",
+        "    return total\n",
+        (TURNS,),
+    ),
+    Mutation(
+        "sizes",
+        "only inputs tell what a symbol stands for",
+        "passes/codegen/outer.py",
+        "                if size == symbol:\n",
+        "                if False:\n",
+        (TURNS,),
     ),
 )
 ROWS = (*PLACES, *COPIES, *TOTALS, *DYNAMIC)

@@ -31,6 +31,7 @@ from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
+from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
 
 SCORES = ("matmul", "einsum", "biased")
@@ -169,6 +170,14 @@ def _views(decoder: Decoder, random: Random) -> Decoder:
     return replace(own, length=random.choice((5, 11, 19)), bodies="eager")
 
 
+def _square(decoder: Decoder, random: Random) -> Decoder:
+    """Rows of a few widths: as many as make whole blocks, or a row more or less."""
+    heads, head_size = random.choice(((1, 2), (2, 2), (1, 4), (2, 4)))
+    length = random.choice((2, 3, heads * head_size)) * heads * head_size + random.choice((0, 0, 0, 1, -1))
+    own = _beside(replace(decoder, heads=heads, head_size=head_size), random, SQUARES)
+    return replace(own, length=min(length, 37))
+
+
 def _few(decoder: Decoder, random: Random) -> Decoder:
     """Often of any length, and with lengths that leave few rows for the last chunk."""
     draw_lengths = _of_any_length if random.random() < 0.3 else _beside
@@ -205,6 +214,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "tables": partial(_beside, extras=TABLES),
     "orders": partial(_beside, extras=ORDERS),
     "loops": partial(_beside, extras=LOOPS),
+    "squares": _square,
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -237,6 +247,7 @@ OFTEN = (
     "tables",
     "orders",
     "loops",
+    "squares",
     "views",
     "stages",
     "whole",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.orders import ORDERS
+from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
 
-OF_ROWS = {**TABLES, **ORDERS, **LOOPS}
+OF_ROWS = {**TABLES, **ORDERS, **LOOPS, **SQUARES}
