@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.ir.facts import known
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
 from tests.support.spread import only, spread
@@ -285,6 +286,31 @@ def test_loss_on_the_last_token() -> None:
         attention={"causal"},
         streams=None,
     )
+
+
+class LastState(nn.Module):
+    """The loss sees running sums behind the last row, three of each channel, beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(23, 8), nn.Linear(8, 23, bias=False)
+        self.out, self.wide = nn.Linear(8, 8), nn.Parameter(torch.randn(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        sums = (self.out(x).tanh().unsqueeze(-1) * self.wide).cumsum(1)
+        x = x + self.out((sums * self.wide).sum(-1))
+        return F.cross_entropy(*flat(self.head(x), labels)) + sums[:, -1].square().mean()
+
+
+def test_of_the_last_state_no_gradient_is_kept_that_is_as_long_as_all_rows() -> None:
+    """It is that of one row, among zeros: the backward half puts it there. Of the head the gradient of its rows is kept."""
+    ids = layouts.tokens(23, 2, LENGTH, 0)
+    report = compare(decoders.made(LastState), {"ids": ids, "labels": ids}, chunk_size=4, also=(1, LENGTH))
+    program = known(report.facts[0].program)
+    assert program.backward is not None
+    taken = [node.meta["val"] for node in program.backward.graph.find_nodes(op="placeholder")]
+    assert max(item.numel() for item in taken if item.is_floating_point() and item.shape != (23, 8)) <= 2 * LENGTH * 8
 
 
 def test_mean_pooling() -> None:

@@ -98,11 +98,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The loss may ask for the states behind the last row, too."""
+    """The loss asks for the states behind the last row, too."""
 
-    def __init__(self, name: str, form: Written, layers: int, with_last: bool = True) -> None:
+    def __init__(self, name: str, form: Written, layers: int) -> None:
         super().__init__()
-        self.with_last = with_last
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.layers = nn.ModuleList(Layer(name, form) for _ in range(layers))
 
@@ -112,7 +111,7 @@ class Decoder(nn.Module):
             x, last = layer(x)
             beside += [state.square().mean() for state in last]
         loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-        return loss + 0.1 * torch.stack(beside).sum() if self.with_last else loss
+        return loss + 0.1 * torch.stack(beside).sum()
 
 
 WRITTEN: dict[str, Written] = {"scan": scanned, "associative_scan": combined, "operator": called}

@@ -49,7 +49,7 @@ def bytes_of(model: nn.Module, form: str, length: int, chunk: int, measures: boo
 
 def written(form: str, length: int, chunk: int = CHUNK, measures: bool = False) -> Bytes:
     torch.manual_seed(0)
-    return bytes_of(Decoder("mamba", WRITTEN[form], LAYERS, with_last=False), form, length, chunk, measures)
+    return bytes_of(Decoder("mamba", WRITTEN[form], LAYERS), form, length, chunk, measures)
 
 
 def per_chunk(many: Bytes, few: Bytes, name: str) -> float:

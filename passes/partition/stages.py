@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
@@ -30,7 +31,10 @@ from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.sinking import sunk
 from streamfx.passes.partition.stage_names import stage_names
 
+aten = torch.ops.aten
+
 UNCUTTABLE = 1 << 60
+AMONG_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 @dataclass(frozen=True)
@@ -297,19 +301,25 @@ def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -
     for node in nodes:
         if any(source in driven for source in node.all_input_nodes):
             driven.add(node)
+    return before_use(nodes, set(nodes) - driven)
+
+
+def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.Node]:
+    """The operators in order, but each of the `moved` ones just before its first user."""
     place = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
-        if node not in driven:
+        if node in moved:
             place[node] = min((place[user] for user in node.users if user in place), default=place[node])
-    return sorted(nodes, key=lambda node: (place[node], node in driven))
+    return sorted(nodes, key=lambda node: (place[node], node not in moved))
 
 
 def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
     """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
 
     A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
-    nothing of the last stage is put to after them are an earlier stage's, and so is what shows a value to these in another shape,
-    or is made for these alone of nothing that the last stage made.
+    nothing of the last stage is put to after them are an earlier stage's. So is what is made for these alone of nothing that the
+    last stage made, and what shows a value to these in another shape or among zeros: the gradient of a state behind the last row
+    would be as long as all rows.
     """
     needed, driven, behind = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
@@ -321,7 +331,10 @@ def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -
         is_another = is_expensive(node) and node not in needed
         if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
             behind.add(node)
+    shown = set[fx.Node]()
     for node in reversed(nodes):
-        if (is_moved_elements(node) or node not in driven) and behind.issuperset(node.users):
+        is_shown = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven
+        if is_shown and node not in behind and behind.issuperset(node.users):
+            shown.add(node)
             behind.add(node)
-    return sorted(nodes, key=behind.__contains__)
+    return before_use(sorted(nodes, key=behind.__contains__), shown)

@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 EMITTERS, DEMAND, SIZES = "passes/codegen/emitters.py", "passes/analysis/demand.py", "streamfx/runtime/sizes.py"
 MISLEADS = "test_masks_that_mislead.py::test_arithmetic_that_misleads"
+LAST_STATE = "test_losses.py::test_of_the_last_state_no_gradient_is_kept_that_is_as_long_as_all_rows"
 TURNS = "test_recurrent_families.py::test_a_loop_of_turns_runs_whole_and_what_is_around_it_streams"
 
 PLACES = (
@@ -249,6 +250,22 @@ DYNAMIC = (
         "                if size == symbol:\n",
         "                if False:\n",
         (TURNS,),
+    ),
+    Mutation(
+        "rows",
+        "the gradient of the last row is made in front of the cut, as long as all rows",
+        "passes/partition/stages.py",
+        "is_shown = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven",
+        "is_shown = is_moved_elements(node)",
+        (LAST_STATE,),
+    ),
+    Mutation(
+        "rows",
+        "what is put among zeros is made long before it is read",
+        "passes/partition/stages.py",
+        "    return before_use(sorted(nodes, key=behind.__contains__), shown)\n",
+        "    return sorted(nodes, key=behind.__contains__)\n",
+        (LAST_STATE,),
     ),
 )
 ROWS = (*PLACES, *COPIES, *TOTALS, *DYNAMIC)
