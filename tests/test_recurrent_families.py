@@ -46,7 +46,7 @@ def scanned(name: str, rows: Values, weights: Values, states: Values) -> tuple[T
 
 def combined(name: str, rows: Values, weights: Values, states: Values) -> tuple[Tensor, Values]:
     family = FAMILIES[name]
-    stretches = associative_scan(family.join, family.stretch(rows, weights), 1, combine_mode="generic")
+    stretches: Any = associative_scan(family.join, family.stretch(rows, weights), 1, combine_mode="generic")
     after = family.after(stretches, tuple(state.unsqueeze(1) for state in states))
     read = after
     if family.before:
