@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.compressed import COMPRESSED
 from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
     APART,
@@ -205,6 +206,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "tables": partial(_beside, extras=TABLES),
     "orders": partial(_beside, extras=ORDERS),
     "loops": partial(_beside, extras=LOOPS),
+    "compressed": partial(_beside, extras=COMPRESSED),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -237,6 +239,7 @@ OFTEN = (
     "tables",
     "orders",
     "loops",
+    "compressed",
     "views",
     "stages",
     "whole",
