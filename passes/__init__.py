@@ -13,8 +13,11 @@ from streamfx.options import Options
 from streamfx.passes.analysis.axes import Axes
 from streamfx.passes.analysis.causality import Causality
 from streamfx.passes.analysis.demand import Demand
+from streamfx.passes.analysis.own_keys import own_keys
 from streamfx.passes.canonicalization.along_sequence import SumsAlongSequence
 from streamfx.passes.canonicalization.canonicalize import Canonicalize
+from streamfx.passes.canonicalization.joined_keys import JoinedKeys
+from streamfx.passes.canonicalization.keys_in_blocks import KeysInBlocks
 from streamfx.passes.canonicalization.over_ranks import SumsOverRanks
 from streamfx.passes.canonicalization.unshard import Unshard
 from streamfx.passes.codegen import emitters as _emitters  # noqa: F401  (fills the table of emitters)
@@ -72,7 +75,9 @@ def analyses(options: Options) -> tuple[Pass, ...]:
         Unshard(),  # which collectives are on weights alone? What follows sees the model without shards
         Canonicalize(),  # what is this, in the fewest operators?
         Recurrences(),  # which unrolled loops carry a state from row to row?
-        Fixpoint(Axes(), (SumsAlongSequence(), OwnTables(), SumsOverRanks())),  # which dimension of which value is the sequence?
+        Fixpoint(
+            Axes(), (JoinedKeys(own_keys), KeysInBlocks(), SumsAlongSequence(), OwnTables(), SumsOverRanks())
+        ),  # which dimension of which value is the sequence?
         Demand(),  # which rows of its operands does each operator need?
         Truncations(options),  # which gradients of states reach back few rows alone, where that was asked for?
         Causality(),  # which keys can a chunk's rows see?

@@ -101,6 +101,33 @@ def test_rows_that_come_in_again(shift: int) -> None:
     compare(Rolled(shift).double(), batch(), also=SIZES, attention={"causal"})
 
 
+class WrittenOver(Decoder):
+    """Some rows are replaced by others, of another place; what stood there may be anything."""
+
+    attention = CausalHeads
+
+    def __init__(self, first: int, count: int, source: int) -> None:
+        super().__init__()
+        self.place, self.source = slice(first, first + count), slice(source, source + count)
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        x = super().hidden(x, **more)
+        at = torch.arange(x.shape[1])[:, None]
+        inside = (at >= self.place.start) & (at < self.place.stop)
+        y = x.masked_fill(inside, torch.inf)
+        y[:, self.place] = x[:, self.source].sin()
+        return x + y
+
+
+PLACES = [(3, 9, 1), (0, 4, 0), (1, 18, 0), (15, 4, 9), (2, 5, 11), (7, 1, 0)]
+
+
+@pytest.mark.parametrize(("first", "count", "source"), only(PLACES[:1], PLACES))
+def test_rows_that_are_written_over(first: int, count: int, source: int) -> None:
+    report = compare(WrittenOver(first, count, source).double(), batch(), also=SIZES, streams=None)
+    assert not any(node.target is aten.slice_scatter.default for node in report.facts[0].joint.nodes)
+
+
 class Orthogonal(Decoder):
     """Each attention's result loses what points along the residual stream, over all rows at once."""
 

@@ -186,3 +186,36 @@ def test_unify_after_regroup(shape: list[int]) -> None:
     for a, b in zip(*flats, strict=True):
         assert table.unify(a, b)
     assert [table.resolve(dim) for dim in one] == [table.resolve(dim) for dim in other]
+
+
+# -- blocks of an axis that is kept
+
+
+def cut_in_blocks(length: int, size: int) -> tuple[AxisTable, Dim, Dim]:
+    table = AxisTable()
+    rows = table.fresh(length)
+    table.keep(rows[0])
+    blocks = table.regroup(rows, [length // size, size])
+    assert blocks is not None
+    return table, rows, (*blocks[0], *blocks[1])
+
+
+@pytest.mark.parametrize("inside", ["of the blocks", "another"])
+def test_blocks_side_by_side_are_the_axis_again(inside: str) -> None:
+    """A row's number follows from its block's and its own in there, whatever axis that is."""
+    table, rows, (outer, inner) = cut_in_blocks(12, 3)
+    own = (inner,) if inside == "of the blocks" else table.fresh(3)
+    assert table.regroup((outer, *own), [12]) == (rows,)
+    assert table.are_blocks(rows[0], (outer, *own))
+
+
+@pytest.mark.parametrize("order", ["too few", "turned", "of other blocks"])
+def test_what_is_no_row_of_blocks_is_not_the_axis(order: str) -> None:
+    table, rows, (outer, inner) = cut_in_blocks(12, 3)
+    atoms = {
+        "too few": (outer, *table.fresh(2)),
+        "turned": (*table.fresh(3), outer),
+        "of other blocks": (*table.fresh(4), inner),
+    }
+    joined = table.regroup(atoms[order], [8 if order == "too few" else 12])
+    assert joined is not None and joined != (rows,)

@@ -50,6 +50,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "loops": (7, 11, 19, 6),
     "squares": (21, 52, 6),
     "decays": (1, 3, 0, 5),
+    "compressed": (49, 28, 32, 12, 7),
 }
 
 

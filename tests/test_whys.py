@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import streamfx
-from streamfx.report.reasons import BY_NUMBER, MIXES, ON_HOST, OTHER, PARTS, advice_on_break, obstacles
+from streamfx.report.reasons import BY_NUMBER, JOINED, MIXES, ON_HOST, OTHER, PARTS, advice_on_break, obstacles
 from tests.support.decoders import VOCABULARY, Decoder
 from tests.support.decoders.fused import CausalHeads
 from tests.support.exactness import compare
@@ -64,8 +64,15 @@ def parts(x: Tensor) -> Tensor:
     return torch.cat([three.sin(), two, one], 1)
 
 
+def joined(x: Tensor) -> Tensor:
+    """Scores over rows and the sums of blocks of rows, spelled out."""
+    keys = torch.cat([x, x[:, :18].unflatten(1, (6, 3)).sum(2)], 1)
+    return (x @ keys.mT).softmax(-1) @ keys
+
+
 WHYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "parts": (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
+    "joined with blocks": (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
     "by number": (taken, "takes rows by number, from anywhere in the sequence", BY_NUMBER),
     "put by number": (put, "puts rows by number, anywhere in the sequence", BY_NUMBER),
     "largest by number": (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),

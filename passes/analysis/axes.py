@@ -23,7 +23,7 @@ from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
-from streamfx.ir.sizes import numeric, product, shape_of
+from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links, turned_axes
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.opaque import is_opaque, places_like, why_opaque
@@ -146,7 +146,23 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
         results[node] = made
         if is_tensor(node):
             shapes[node] = made[0]
+    _join_parts(table, found, letters)
     return AxisFacts(table, shapes, results, found, letters, declined, static_nodes(joint))
+
+
+def _join_parts(
+    table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
+) -> None:
+    """Parts that stand at one place of one joined axis are one: keys and their mask, joined to others in the same way."""
+    first: dict[tuple[Dim, Size, Size], Dim] = {}
+    for node, signature in signatures.items():
+        if signature.joined is not None:
+            letter, joined = signature.joined
+            for part, before in joined.parts:
+                own = table.resolve(letters[node][part])
+                place = table.resolve(letters[node][letter]), before, table.size_of_dim(own)
+                if len(own) == len(table.resolve(other := first.setdefault(place, own))) == 1:
+                    table.unify(own, other)
 
 
 def _unknown_dims(value: torch.Tensor | None, made_by: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:

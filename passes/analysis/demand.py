@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from streamfx.passes.analysis.whys import why_too_many, why_whole
 from streamfx.passes.operators.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.operators.fillers import FILLERS
 from streamfx.passes.operators.opaque import is_part_of_opaque
+from streamfx.passes.operators.rules.registry import COLLECTED
 from streamfx.passes.operators.traits import is_expensive, is_random
 
 aten = torch.ops.aten
@@ -232,7 +234,7 @@ class _Analysis:
         if node.name in self.whole:
             self.reasons[node] = self.whole[node.name]
             return outside
-        if node in self.axes.static and all(self._is_narrow(shape) for shape in made) and not self._is_filled_later(node):
+        if self._is_made_once(node, made):
             return outside
         signature = self.axes.signatures.get(node)
         if signature is None:
@@ -260,19 +262,32 @@ class _Analysis:
         if is_reduced_over_ranks(node) and self.forms[operands[0]][0] is Form.WHOLE:  # it is there: once for all of its rows
             return outside
         if self._must_be_whole(node, signature, roles, made):
-            if self._takes_rows(node, signature):
+            if self._takes_rows(node, signature) and COLLECTED not in node.meta:
                 self.reasons[node] = why_whole(node, signature, self.axes)
             return outside
         return tuple(self._form(letter_shape, roles) for letter_shape in signature.results)
 
+    def _is_made_once(self, node: fx.Node, made: tuple[Shape, ...]) -> bool:
+        """Whether a static value is narrow, and so is what it is made of: no mask of all rows is there for a sum of its own."""
+        if node not in self.axes.static or not all(self._is_narrow(shape) for shape in made):
+            return False
+        forms = [self.forms[operand][0] for operand in tensor_operands(node)]
+        return not {Form.ROWS, Form.PAIR}.intersection(forms) and not self._is_filled_later(node)
+
     def _is_narrow(self, shape: Shape) -> bool:
         """Whether a static value is small enough to be made whole: one sequence dimension and few elements per row."""
-        dims = self.axes.sequence_dims(shape)
-        table = self.axes.table
+        dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_member(atom))
         width = product((others, inner))
-        return len(dims) <= 1 and numeric(width) <= NARROW
+        collected = sum(not self._collected_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
+        return len(dims) + collected <= 1 and numeric(width) <= NARROW
+
+    @cached_property
+    def _collected_atoms(self) -> frozenset[int]:
+        """The axes of rows that are there all at once, as keys are."""
+        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(COLLECTED, ())]
+        return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
         """Whether a value of one number is used by nothing but computed values, and can be made with these, chunk by chunk."""

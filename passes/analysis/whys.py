@@ -46,6 +46,7 @@ OTHER_QUERIES = "{target} has queries that are no rows of the sequence, and each
 CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
 JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
 CUTS_OR_PADS = "{target} cuts or pads the sequence to what is worked on in one piece"
+JOINS_BLOCKS = "{target} joins rows of the sequence and blocks of its rows to one dimension, or cuts it apart again"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
 MANY_DIMENSIONS = "{target} has rows of the sequence in {count} dimensions at once: a chunk has rows in one, and keys in another"
 
@@ -58,7 +59,7 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
     if step != 1:
         return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
     if signature.windows:
-        return CUTS_OR_PADS.format(target=node.target)
+        return (JOINS_BLOCKS if joins_blocks(node, signature, axes) else CUTS_OR_PADS).format(target=node.target)
     if signature.tiles:
         letter, tile = next(iter(signature.tiles.items()))
         whole, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.of, letter))
@@ -68,6 +69,14 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
     return (_of_family(node, signature, axes) or (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS)).format(
         target=node.target
     )
+
+
+def joins_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
+    """Whether rows of the sequence are rows of something else that is cut out of blocks, or the other way round."""
+    pairs = [(letter, window.of) for letter, window in signature.windows.items()]
+    sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
+    blocks = {} if axes.sequence is None else axes.sequence.blocks
+    return any(None not in side and len({atom in blocks for atom in side}) == 2 for side in sides)
 
 
 def why_too_many(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:

@@ -3,6 +3,7 @@
     cat(memory, x)  ->  pad(memory, behind) + pad(x, in front)       each has rows at a place of its own
     norm(x)         ->  sqrt(sum(x * x))
     roll(x)         ->  cat(last rows of x, those in front of them)
+    x[2:5] = y      ->  where(2 <= arange < 5, pad(y, around), x)
 
 Along any other axis they stay what they are.
 """
@@ -18,8 +19,17 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, bound_arguments, joint_graph, node_argument, shape_of_node
+from streamfx.ir.joint import (
+    JointGraph,
+    bound_arguments,
+    is_alike,
+    joint_graph,
+    node_argument,
+    shape_of_node,
+    tensor_operands,
+)
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.operators.rules.views import first_row
 
 aten = torch.ops.aten
 
@@ -39,8 +49,13 @@ class SumsAlongSequence:
 
 
 def _run_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Node]:
-    """The joins, norms and rolls of computed values along the sequence."""
-    tests = {aten.cat.default: _is_join, aten.linalg_vector_norm.default: _is_norm, aten.roll.default: _is_roll}
+    """The joins, norms and rolls of computed values along the sequence, and rows of it that are written over."""
+    tests = {
+        aten.cat.default: _is_join,
+        aten.linalg_vector_norm.default: _is_norm,
+        aten.roll.default: _is_roll,
+        aten.slice_scatter.default: _is_written_over,
+    }
     return [node for node in joint.nodes if node.target in tests and tests[node.target](node, axes)]
 
 
@@ -51,6 +66,7 @@ def _taken_apart(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
         aten.cat.default: _sum_of_paddings,
         aten.linalg_vector_norm.default: _root_of_sum,
         aten.roll.default: _join_of_both,
+        aten.slice_scatter.default: _one_of_both,
     }
     for node in nodes:
         write = writes[node.target]
@@ -100,6 +116,31 @@ def _is_roll(node: fx.Node, axes: AxisFacts) -> bool:
     dim, value = arguments["dims"][0] % len(shape_of_node(operand)), operand.meta["val"]
     are_known = isinstance(arguments["shifts"][0], int) and isinstance(value.shape[dim], int)
     return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
+
+
+def _is_written_over(node: fx.Node, axes: AxisFacts) -> bool:
+    """Whether some rows of the sequence, one after the other, are replaced by others."""
+    x, rows = tensor_operands(node)
+    dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
+    are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
+    fits = are_known and is_alike(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    return fits and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
+
+
+def _written_dim(node: fx.Node) -> int:
+    return int(bound_arguments(node)["dim"]) % len(shape_of_node(node))
+
+
+def _one_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Numbers are chosen, not added: those that are written over may be anything."""
+    (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
+    length, count = (item.meta["val"].shape[dim] for item in (x, rows))
+    start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
+    placed = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
+    numbers = writer.call(aten.arange.default, length, device=node.meta["val"].device)
+    wide = writer.call(aten.view.default, numbers, [-1] + [1] * (rank - 1 - dim))
+    inside = (writer.call(aten.ge.Scalar, wide, start), writer.call(aten.lt.Scalar, wide, start + count))
+    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *inside), placed, x)
 
 
 def _join_of_both(node: fx.Node, writer: GraphWriter) -> fx.Node:

@@ -21,11 +21,12 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.joint import ancestors, is_tensor
+from streamfx.ir.joint import ancestors, is_tensor, node_argument
 from streamfx.ir.signature import Letter, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
+from streamfx.passes.operators.rules.registry import COLLECTED
 from streamfx.passes.operators.traits import is_expensive, is_moved_elements, producer_of
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.sinking import sunk
@@ -157,7 +158,10 @@ class _Cutter:
         return bool(window.reach or window.start * block + sequence.members[source][0] != sequence.members[made][0])
 
     def attention_intervals(self) -> list[tuple[int, int]]:
-        """First and last position of each attention of the forward half, overlapping ones merged."""
+        """First and last position of each attention of the forward half, overlapping ones merged.
+
+        Keys that are collected wait for all rows: from where they are made to the last that is made beside them is one attention.
+        """
         intervals = []
         seen: dict[Any, list[int]] = {}
         for node, span in self.causality.spans.items():
@@ -165,6 +169,9 @@ class _Cutter:
                 seen.setdefault(id(span), []).append(self.position[node])
         for node in self.between.attentions:
             seen.setdefault(producer_of(node), []).append(self.position[node])
+        seen |= {
+            node: self.places_beside(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
+        }
         for positions in seen.values():
             intervals.append((min(positions), max(positions)))
         merged: list[tuple[int, int]] = []
@@ -174,6 +181,21 @@ class _Cutter:
             else:
                 merged.append((low, high))
         return merged
+
+    def places_beside(self, keys: fx.Node) -> list[int]:
+        """Where collected keys are made, and what of rows is made beside them: scores, probabilities, and their results."""
+        own = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
+        source, todo, found = node_argument(keys), [keys], set[fx.Node]()
+        while is_moved_elements(source) and node_argument(source) in self.position:
+            source = node_argument(source)
+        while todo:
+            node = todo.pop()
+            if node in self.position and node not in found:
+                found.add(node)
+                parts = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
+                is_beside = any(not own.isdisjoint(self.axes.table.resolve(dim)) for dim in parts)
+                todo += [user for user in node.users if is_beside]
+        return [self.position[node] for node in (*found, source) if node in self.position]
 
     def first_sum(self) -> int | None:
         """Where the forward half first sums over the sequence for a result, and not to assert something."""

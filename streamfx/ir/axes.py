@@ -130,12 +130,19 @@ class AxisTable:
         return self._blocks[-1][1]
 
     def _joined(self, dim: list[Atom]) -> Dim:
-        """A dimension in which blocks that stand side by side again are the atom that was cut into them."""
-        for atom, blocks in self._blocks:
-            cut = self.resolve(blocks)
-            for i in range(len(dim) - len(cut) + 1):
+        """A dimension in which blocks that stand side by side again are the atom that was cut into them.
+
+        What is inside of the blocks may be another axis of their size: a row's number in its block is all that counts.
+        """
+        for atom, blocks in list(self._blocks):
+            outer, cut, size = self.resolve(blocks[:1]), self.resolve(blocks), self.size(blocks[1])
+            for i in range(len(dim)):
+                rest = dim[i + len(outer) :]
                 if self.resolve(dim[i : i + len(cut)]) == cut:
                     dim = [*dim[:i], self._root(atom), *dim[i + len(cut) :]]
+                elif rest and self.resolve(dim[i : i + len(outer)]) == outer and self.size(rest[0]) == size:
+                    self._blocks.append((atom, (blocks[0], rest[0])))
+                    dim = [*dim[:i], self._root(atom), *rest[1:]]
         return tuple(dim)
 
     def _next(self, todo: list[Atom]) -> Atom:

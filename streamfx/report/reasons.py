@@ -13,7 +13,7 @@ from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
-from streamfx.passes.analysis.whys import JOINS, PUTS, TAKES
+from streamfx.passes.analysis.whys import JOINS, PUTS, TAKES, joins_blocks
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.hub_kernels import is_attention
 from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
@@ -37,6 +37,10 @@ BY_NUMBER = (
     "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
 )
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
+JOINED = (
+    "torch.nn.functional.scaled_dot_product_attention sees rows and blocks each by itself: where keys, values and mask are "
+    "joined in one way, and the mask hides by minus infinity"
+)
 RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
 KERNEL = (
     "let the kernel be an operator of torch.library, with a backward that is another (torch.library.custom_op), and tell what "
@@ -125,6 +129,8 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     if _is_of_recurrent_layer(node):
         return RECURRENT
     signature = facts.axes.signatures.get(node)
+    if signature is not None and joins_blocks(node, signature, facts.axes):
+        return JOINED
     if signature is None or not signature.whole:
         return OTHER
     return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)

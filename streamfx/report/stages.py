@@ -10,10 +10,11 @@ from torch import fx
 
 from streamfx.cost.flops import flops_of_graph, is_fused_attention
 from streamfx.cost.memory import LoopCost
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts, Role, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
+from streamfx.passes.operators.rules.attention import M
 from streamfx.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
 from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
 from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
@@ -155,12 +156,17 @@ def place_loops(facts: Facts) -> None:
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
-    """For each attention of the forward half, which keys a row sees, and their span; "whole" where it does not stream."""
+    """For each attention of the forward half, which keys a row sees, and their span; "whole" where it does not stream.
+
+    Keys that are no rows of the sequence, or were collected from it, are seen by the rows of every chunk.
+    """
     spans, verdicts = facts.causality.spans, facts.causality.verdicts
     kinds: dict[Any, tuple[str, Span | None]] = {}
     for node in stage.forward:
         if node in verdicts:
             kinds.setdefault(id(spans[node]), (verdicts[node], spans[node]))
+        elif is_fused_attention(node.target) and facts.demand.roles.get(node, {}).get(M) is Role.ROWS:
+            kinds[node] = "all keys", None
         elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
             kinds[node] = "whole", None
     return list(kinds.values())

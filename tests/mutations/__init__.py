@@ -12,6 +12,7 @@ from __future__ import annotations
 from tests.mutations import (
     blocks,
     chunks,
+    compressed,
     decays,
     equations,
     kept,
@@ -55,6 +56,7 @@ KINDS = {
     "joins": "parts that are joined to one sequence, of which a chunk joins its own rows",
     "orders": "rows that are sorted and put back, each into a place of its own, or not",
     "blocks": "blocks that are cut out of rows, and what is added to them",
+    "compressed": "keys that stand for blocks of rows, collected, or joined with rows and seen by parts",
     "truncations": "gradients that reach back few rows, or not",
     "trees": "an associative scan that was traced as a tree, taken for another",
     "decays": "a product with weights that decay, taken for another",
@@ -92,6 +94,7 @@ ROWS: tuple[Mutation, ...] = (
     *shifts.ROWS,
     *orders.ROWS,
     *blocks.ROWS,
+    *compressed.ROWS,
     *truncations.ROWS,
     *trees.ROWS,
     *states.ROWS,

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.compressed import COMPRESSED
 from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
     APART,
@@ -215,6 +216,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "orders": partial(_beside, extras=ORDERS),
     "loops": partial(_beside, extras=LOOPS),
     "squares": _square,
+    "compressed": partial(_beside, extras=COMPRESSED),
     "apart": partial(_beside, extras=APART),
     "features": _features,
     "asserted": partial(_beside, extras=ASSERTED),
@@ -248,6 +250,7 @@ OFTEN = (
     "orders",
     "loops",
     "squares",
+    "compressed",
     "views",
     "stages",
     "whole",

@@ -1,10 +1,11 @@
-"""Terms of rows that read tables, are sorted, or are worked on block by block."""
+"""Terms of rows that read tables, are sorted, are worked on block by block, or see blocks."""
 
 from __future__ import annotations
 
+from tests.random_decoders.compressed import COMPRESSED
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
 
-OF_ROWS = {**TABLES, **ORDERS, **LOOPS, **SQUARES}
+OF_ROWS = {**TABLES, **ORDERS, **LOOPS, **SQUARES, **COMPRESSED}

@@ -68,6 +68,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": KEY_HEADS}},  # its own default lacks them
+    "deepseek_v4": {  # 22 rows have blocks of both kinds, and more of one than a row chooses
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 2,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "reformer": {
         "axial_pos_embds_dim": [16, 16],

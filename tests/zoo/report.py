@@ -22,7 +22,8 @@ rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smalle
 - *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
   A star: but for results in which AOTAutograd alone differs from eager, too (zeros instead of no gradient).
 - *streamed*: the share of FLOPs (products, convolutions, attention, grouped products) that run in chunk loops.
-- *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys.
+- *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys; with `all keys`, those
+  are no rows of the sequence, or blocks of its rows.
 - *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
 - Loops over blocks of rows are traced block by block, and 22 rows have two or three. Over three blocks or more xlstm keeps some
   operators whole; minimax does over more than 24.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from streamfx.ir.signature import Signature, Window, whole
-from streamfx.passes.operators.rules.registry import OWN_AXES, Call, broadcast, rule
+from streamfx.passes.operators.rules.registry import COLLECTED, OWN_AXES, Call, broadcast, rule
 
 aten = torch.ops.aten
 
@@ -53,11 +53,23 @@ rule(
 @rule(aten.alias.default)
 def alias(call: Call) -> Signature:
     """The same rows; a view that a reader has for itself has axes of its own."""
+    if COLLECTED in call.node.meta:
+        return _collected(call)
     if OWN_AXES not in call.node.meta:
         return broadcast(call)
     rank = len(call.shape)
     operand, result = (tuple((first + i,) if size != 1 else () for i, size in enumerate(call.shape)) for first in (0, rank))
     return Signature((operand,), (result,), {letter: Window(letter - rank, 0) for dim in result for letter in dim})
+
+
+def _collected(call: Call) -> Signature:
+    """Along some dimensions all rows at once, in axes that are none of the sequence, or those of other values."""
+    rank, found = len(call.shape), call.node.meta[COLLECTED]
+    operand = tuple((i,) if size != 1 else () for i, size in enumerate(call.shape))
+    result = tuple((rank + i,) if dim and i in found else dim for i, dim in enumerate(operand))
+    known = {rank + i: call.axis_of(*source) for i, source in found.items() if source is not None}
+    letters = (letter for i in found for letter in (i, rank + i))
+    return Signature((operand,), (result,), whole(*letters), atoms={i: dim for i, dim in known.items() if dim is not None})
 
 
 @rule(aten.log_sigmoid_forward.default)

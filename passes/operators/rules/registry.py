@@ -26,6 +26,8 @@ OTHER_DIMENSIONS = "the rule for {target} tells of other tensors, or of other di
 OTHER_ROWS = "{target} reads rows of one length as rows of another"
 WHY_WHOLE = "streamfx_why_whole"  # in a node's `meta`: why an operator without a rule was not rewritten into one that has one
 OWN_AXES = "streamfx_own_axes"  # in the `meta` of a view: it runs along axes of its own, from row 0 of those that it shows
+COLLECTED = "streamfx_collected"  # in the `meta` of a view: the dimensions along which it has all rows at once, each with a
+# value and its dimension whose axis it has (a gradient, that goes back to rows), or None for an axis that is none of the sequence
 EACH_ONCE = "streamfx_each_once"  # in the `meta` of what puts rows in places: each place of the result is written once
 
 
@@ -47,6 +49,10 @@ class Call:
 
     def dims(self, operand: int) -> tuple[Dim, ...]:
         return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
+
+    def axis_of(self, value: fx.Node, position: int) -> Dim | None:
+        """What is known of a dimension of any value in front of this node."""
+        return self._dims[value][position] if value in self._dims else None
 
     def arguments(self) -> dict[str, Any]:
         return bound_arguments(self.node)

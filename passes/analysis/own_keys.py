@@ -1,0 +1,23 @@
+"""Does each row see its own key? Asked of masks before it is known which operators stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from streamfx.ir.facts import Facts
+from streamfx.ir.ranges import ACTIVATION, Range
+from streamfx.passes.analysis.demand import Demand
+from streamfx.passes.analysis.masks import Masks
+
+
+def own_keys(facts: Facts) -> Callable[[fx.Node], bool]:
+    """Tells of a mask whether what it adds to the score of each row's own key is proven to be an ordinary number."""
+    masks = Masks(facts.joint, facts.axes, Demand().apply(facts).demand)
+
+    def are_seen(mask: fx.Node) -> bool:
+        own = masks.of(mask).at(0)
+        return isinstance(own, Range) and own.is_finite and own.magnitude <= ACTIVATION
+
+    return are_seen

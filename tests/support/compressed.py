@@ -1,0 +1,155 @@
+"""A small decoder whose rows see blocks of rows, each made one: beside their own keys, or by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, HEADS, BLOCK, WINDOW = 23, 8, 2, 4, 5
+INF = float("inf")
+
+
+class Compressed(nn.Module):
+    """`pool` makes a block one row, `attend` joins rows and blocks; with `hides`, a block is seen once all its rows have been."""
+
+    def __init__(self, pool: Pool, attend: Attend, hides: bool = True, layers: int = 1) -> None:
+        super().__init__()
+        self.pool, self.attend, self.hides = pool, attend, hides
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.queries = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.keys, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.values, self.gates = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.best_queries, self.best_keys = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(BLOCK, 2 * WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for queries in self.queries:
+            y = F.rms_norm(x, (WIDTH,))
+            blocks = self.pool(self, *(part[:, : y.shape[1] // BLOCK * BLOCK] for part in (self.values(y), self.gates(y))))
+            mixed = self.attend(self, y, heads(queries(y)), heads(self.keys(y)), blocks)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            x = x + self.down(F.silu(self.up(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    def rows_seen(self, length: int) -> Tensor:
+        rows, keys = torch.arange(length)[:, None], torch.arange(length)
+        return (keys <= rows) & (keys > rows - WINDOW)
+
+    def blocks_seen(self, length: int) -> Tensor:
+        at = torch.arange(length)[:, None]
+        return torch.arange(length // BLOCK) < ((at + 1) // BLOCK if self.hides else at + length)
+
+
+Pool = Callable[[Compressed, Tensor, Tensor], Tensor]
+Attend = Callable[[Compressed, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def bias(seen: Tensor, hidden: float = -INF) -> Tensor:
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, hidden)
+
+
+# -- blocks
+
+
+def means(_: Compressed, values: Tensor, gates: Tensor) -> Tensor:
+    return values[..., :WIDTH].unflatten(1, (-1, BLOCK)).mean(2) + gates.unflatten(1, (-1, BLOCK))[:, :, 0, :WIDTH]
+
+
+def weighted(m: Compressed, values: Tensor, gates: Tensor) -> Tensor:
+    values, gates = (part.unflatten(1, (-1, BLOCK)) for part in (values, gates))
+    return (values * (gates + m.bias).softmax(2)).sum(2)[..., :WIDTH]
+
+
+def overlapping(m: Compressed, values: Tensor, gates: Tensor) -> Tensor:
+    """A block is made of its own rows and of those of the block before it."""
+    values, gates = values.unflatten(1, (-1, BLOCK)), gates.unflatten(1, (-1, BLOCK)) + m.bias
+    both = [part.new_full((*part.shape[:2], 2 * BLOCK, WIDTH), fill) for part, fill in ((values, 0.0), (gates, -INF))]
+    for made, part in zip(both, (values, gates), strict=True):
+        made[:, :, BLOCK:] = part[..., WIDTH:]
+        made[:, 1:, :BLOCK] = part[:, :-1, :, :WIDTH]
+    return (both[0] * both[1].softmax(2)).sum(2)
+
+
+# -- attention
+
+
+def joined(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
+    mask = torch.cat([bias(m.rows_seen(length)), bias(m.blocks_seen(length))], 1)
+    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+
+def joined_by_flags(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    keys, length = torch.cat([heads(blocks), k], 2), x.shape[1]
+    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=torch.cat([m.blocks_seen(length), m.rows_seen(length)], 1))
+
+
+def joined_by_numbers(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
+    mask = torch.cat([bias(seen, torch.finfo(torch.float64).min) for seen in (m.rows_seen(length), m.blocks_seen(length))], 1)
+    return F.scaled_dot_product_attention(q, keys, keys.sin(), attn_mask=mask)
+
+
+def hidden_from_some(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Huge numbers hide all keys from the first rows, so that eager gives each key its share, however many there are."""
+    keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
+    late = torch.arange(length)[:, None] > 1
+    mask = torch.cat([bias(seen & late, -1e30) for seen in (m.rows_seen(length), m.blocks_seen(length))], 1)
+    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+
+def crosswise(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Values are joined in another order than keys, so that parts of the one are no parts of the other."""
+    keys, values = torch.cat([k, heads(blocks)], 2), torch.cat([heads(blocks), k], 2)
+    mask = torch.cat([bias(m.rows_seen(x.shape[1])), bias(m.blocks_seen(x.shape[1]))], 1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def counted(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """The first row sees the first of the joined keys, the second two of them."""
+    keys = torch.cat([k, heads(blocks)], 2)
+    return F.scaled_dot_product_attention(q, keys, keys, is_causal=True)
+
+
+def spelled(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
+    mask = torch.cat([bias(m.rows_seen(length)), bias(m.blocks_seen(length))], 1)
+    return (q @ keys.mT + mask).softmax(-1) @ keys
+
+
+def the_best(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Two blocks of those that a row may see, chosen by scores of their own."""
+    length = x.shape[1]
+    seen = m.blocks_seen(length)
+    scores = (m.best_queries(x) @ m.best_keys(blocks).mT).relu().masked_fill(~seen, -INF)
+    best = torch.full_like(scores, -INF).scatter(-1, scores.topk(min(2, seen.shape[1]), -1).indices, 0.0) + bias(seen)
+    mask = torch.cat([bias(m.rows_seen(length)).expand(len(x), 1, -1, -1), best[:, None]], -1)
+    keys = torch.cat([k, heads(blocks)], 2)
+    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+
+def alone(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks without rows beside them; each row sees the first."""
+    seen = m.blocks_seen(x.shape[1]) | (torch.arange(x.shape[1] // BLOCK) == 0)
+    return (q @ heads(blocks).mT).masked_fill(~seen, -INF).softmax(-1) @ heads(blocks)
+
+
+def asking(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks are the queries, and rows see what they found, a block's rows each the same."""
+    found = (heads(blocks) @ k.mT).softmax(-1) @ k
+    spread = found.repeat_interleave(BLOCK, 2)
+    return q * F.pad(spread, (0, 0, 0, x.shape[1] - spread.shape[2]))
+
+
+def summed(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """No attention: rows are added to blocks by their products, and these to the last rows of all."""
+    return q + ((heads(blocks) @ k.mT).tanh() @ q).sum(2, keepdim=True)
