@@ -180,7 +180,7 @@ def recurrences(report: Report, form: str) -> list[fx.Node]:
     return [node for node in report.facts[0].joint.nodes if isinstance(node.target, OPERATORS_OF[form])]
 
 
-SLOW = (("xlstm", "associative_scan"), ("rwkv", "scan"))
+SLOW = (("xlstm", "associative_scan"), ("xlstm", "scan"), ("rwkv", "scan"), ("mamba", "transformers"))
 EACH = [(family, form) for family in FAMILIES for form in OPERATORS_OF]
 SHORT = [(*each, 7, True) for each in EACH if each not in SLOW]
 LONG = [(*each, chunk, False) for each in EACH for chunk in (1, 7, 64)]
