@@ -49,6 +49,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "orders": (22, 11, 9, 19, 3),
     "loops": (7, 11, 19, 6),
     "decays": (1, 3, 0, 5),
+    "buffers": (2, 3, 6, 9, 14),
 }
 
 

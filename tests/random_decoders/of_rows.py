@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.random_decoders.buffers import BUFFERS
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.tables import TABLES
 
-OF_ROWS = {**TABLES, **ORDERS, **LOOPS}
+OF_ROWS = {**TABLES, **ORDERS, **LOOPS, **BUFFERS}
