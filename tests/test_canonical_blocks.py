@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +42,19 @@ def padded(a: Tensor, b: Tensor, start: int = 6) -> Tensor:
     return one + other
 
 
+def buffer(x: Tensor, rows: Sequence[tuple[int, int]], base: Tensor | None = None) -> Tensor:
+    """Rows [start, end) of x written into a buffer, one after the other, each in another way."""
+    made = x.tan() if base is None else base
+    for number, (start, end) in enumerate(rows):
+        made = made.slice_scatter(x[:, start:end].sin() * (1 + number), 1, start, end)
+    return made
+
+
+def in_blocks(x: Tensor, size: int = 3) -> Tensor:
+    made: Tensor = aten.view(x, [2, 12 // size, size, 2])
+    return made
+
+
 X, G = (special(2, 12, 2),), (special(2, 12, 2), special(2, 12, 2))
 CASES = {
     "a block of a view": Case(beside_a_view(lambda x: x[:, 6:9]), X),
@@ -73,6 +88,39 @@ CASES = {
     "rows beside those written": Case(lambda x: x.slice_scatter(x[:, :3].sin(), 1, 6, 9)[:, 3:6], X),
     "rows in front of the last": Case(lambda x: x.slice_scatter(x[:, :3].sin(), 1, -3)[:, 3:9], X),
     "rows among those written": Case(lambda x: x.slice_scatter(x[:, :3].sin(), 1, 6, 9)[:, 5:8], X, changes=False),
+    "some of the rows written": Case(lambda x: x.slice_scatter(x[:, :3].sin(), 1, 6, 9)[:, 7:9], X),
+    "rows written once more": Case(lambda x: buffer(x, [(0, 6), (2, 5)])[:, 2:5], X),
+    "rows that are written around": Case(lambda x: buffer(x, [(0, 6), (2, 5)])[:, 0:2], X),
+    "a row written": Case(lambda x: x.select_scatter(x[:, 0].sin(), 1, 6)[:, 6:7], X),
+    "rows written as another type": Case(lambda x: x.float().slice_scatter(x[:, :3].sin(), 1, 6, 9)[:, 7:9], X, changes=False),
+    "every other row written": Case(lambda x: x.slice_scatter(x[:, :3].sin(), 1, 6, 12, 2)[:, 7:9], X, changes=False),
+    "blocks written in turn": Case(lambda x: in_blocks(buffer(x, [(i, i + 3) for i in range(0, 12, 3)])), X),
+    "blocks written from behind": Case(lambda x: in_blocks(buffer(x, [(i, i + 3) for i in (9, 3, 0, 6)])), X),
+    "blocks written into zeros": Case(lambda x: in_blocks(buffer(x, [(3, 6), (6, 9), (9, 12)], torch.zeros_like(x))), X),
+    "all that was written": Case(lambda x: buffer(x, [(0, 3), (3, 8), (8, 12)]).cumsum(1), X),
+    "all but a gap that was written": Case(lambda x: buffer(x, [(0, 3), (4, 8), (8, 12)]).cumsum(1), X, changes=False),
+    "one block written into zeros": Case(lambda x: buffer(x, [(3, 6)], torch.zeros_like(x)).cumsum(1), X),
+    "two blocks written": Case(lambda x: in_blocks(buffer(x, [(0, 6), (6, 12)]), 6), X, changes=False),
+    "blocks written beside a gap": Case(lambda x: in_blocks(buffer(x, [(0, 3), (6, 9), (9, 12)])), X, changes=False),
+    "blocks written over others": Case(lambda x: in_blocks(buffer(x, [(0, 6), (3, 9), (9, 12)])), X, changes=False),
+    "blocks written over in part": Case(lambda x: in_blocks(buffer(x, [(0, 3), (3, 6), (6, 12), (0, 1)])), X, changes=False),
+    "all rows but the last block's": Case(lambda x: buffer(x, [(i, i + 3) for i in range(0, 12, 3)])[:, :9] * 2, X),
+    "rows from within a block on": Case(lambda x: buffer(x, [(i, i + 3) for i in range(0, 12, 3)])[:, 1:10], X, changes=False),
+    "columns of blocks written": Case(
+        lambda x: buffer(x, [(i, i + 3) for i in range(0, 12, 3)]).select_scatter(x[:, :, 0], 2, 0)[:, :9], X, changes=False
+    ),
+    "a row beside a column written": Case(lambda x: x.select_scatter(x[:, :, 1].sin(), 2, 0)[:, 0:1], X, changes=False),
+    "blocks that are joined": Case(lambda x: in_blocks(torch.cat([x[:, i : i + 3].sin() * i for i in (6, 0, 9, 3)], 1)), X),
+    "blocks of two sizes that are joined": Case(
+        lambda x: in_blocks(torch.cat([x[:, :2].sin(), x[:, 2:8].cos(), x[:, 8:].tan()], 1)), X, changes=False
+    ),
+    "joined along another dimension": Case(lambda x: aten.view(torch.cat([x, x, x], 2), [2, 4, 3, 6]), X, changes=False),
+    "joined blocks in blocks of their own": Case(
+        lambda x: aten.view(torch.cat([x[:, i : i + 4] for i in (0, 4, 8)], 1).sin(), [2, 2, 6, 2]), X, changes=False
+    ),
+    "rows of a padded gradient": Case(lambda g, d: put(g, 3, 9)[:, 4:7], G),
+    "rows beside a padded gradient": Case(lambda g, d: put(g, 3, 9)[:, 9:12], G),
+    "rows across the end of a padded gradient": Case(lambda g, d: put(g, 3, 9)[:, 7:11], G, changes=False),
     "columns beside rows written": Case(lambda x: x.slice_scatter(x[:, :1].sin(), 1, 6, 7)[:, :, 1:], X, changes=False),
     "rows of a sum of paddings": Case(lambda a, b: padded(a, b)[:, 1:5], G),
     "rows of the second of two paddings": Case(lambda a, b: padded(a, b)[:, 8:], G),

@@ -51,6 +51,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "squares": (21, 52, 6),
     "decays": (1, 3, 0, 5),
     "compressed": (49, 28, 32, 12, 7),
+    "buffers": (2, 3, 6, 9, 14),
 }
 
 

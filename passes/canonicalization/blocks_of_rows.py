@@ -61,17 +61,20 @@ def gradient_of_a_block(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.add.Tensor)
 def sum_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """x.view(n * k) + select_backward(g, 2).view(n * k) -> (x + select_backward(g, 2)).view(n * k)"""
+    """x.view(n * k) + select_backward(g, 2).view(n * k) -> (x + select_backward(g, 2)).view(n * k)
+
+    Likewise what has been added to such a gradient.
+    """
     parts = node.all_input_nodes
     if len(parts) != 2 or len(node.args) != 2 or node.kwargs or any(part.target not in VIEWS for part in parts):
         return None
     one, other = (node_argument(part) for part in parts)
-    is_put = aten.select_backward.default in (one.target, other.target)
+    is_put = any(map(_is_put, (part for item in (one, other) for part in (item, *_added(item)))))
     if (
         not is_put
         or shape_of_node(one) != shape_of_node(other)
         or not _are_like(node, parts)
-        or not _is_fixed(shape_of_node(node))
+        or not is_fixed(shape_of_node(node))
     ):
         return None
     return writer.call(aten.view.default, writer.call(aten.add.Tensor, one, other), list(shape_of_node(node)))
@@ -94,27 +97,16 @@ def block_of_joined_blocks(node: fx.Node, writer: GraphWriter) -> fx.Node | None
 
 
 @equation(aten.slice.Tensor)
-def rows_beside_those_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """slice_scatter(x, y, 0, 3, 5)[1:3] -> x[1:3]"""
-    source = node_argument(node)
-    own = _rows_of(node, source)
-    written = _rows_of(source, source) if source.target is aten.slice_scatter.default else None
-    if own is None or written is None or not _is_beside(written, own):
-        return None
-    return writer.call(aten.slice.Tensor, node_argument(source), *own)
-
-
-@equation(aten.slice.Tensor)
 def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """(slice_backward(a, 0, 0, 3) + slice_backward(b, 0, 3, 5))[1:3] -> a[1:3] + 0
 
     Zero plus -0 is zero.
     """
     total = node_argument(node)
-    own, parts = _rows_of(node, total), total.all_input_nodes
+    own, parts = sliced_rows(node, total), total.all_input_nodes
     if own is None or total.target is not aten.add.Tensor or len(parts) != 2 or total.kwargs or not _are_like(total, parts):
         return None
-    places = [_rows_of(part, part) if part.target is aten.slice_backward.default else None for part in parts]
+    places = [sliced_rows(part, part) if part.target is aten.slice_backward.default else None for part in parts]
     inside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _holds(rows, own)]
     beside = [part for part, rows in zip(parts, places, strict=True) if rows is not None and _is_beside(rows, own)]
     if len(inside) != 1 or len(beside) != 1 or not node.meta["val"].is_floating_point():
@@ -124,12 +116,20 @@ def rows_of_a_sum_of_paddings(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
+def _is_put(node: fx.Node) -> bool:
+    return node.target is aten.select_backward.default
+
+
+def _added(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes if node.target is aten.add.Tensor else []
+
+
 def _are_like(node: fx.Node, parts: Iterable[fx.Node]) -> bool:
     """Whether nothing is repeated or converted to be added up."""
     return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)
 
 
-def _rows_of(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
+def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     """Along which dimension of `whole` a slice is taken or put, its first row and the one behind its last."""
     arguments, shape = bound_arguments(node), shape_of_node(whole)
     dim = arguments["dim"] % max(len(shape), 1)
@@ -149,14 +149,14 @@ def _is_beside(rows: tuple[int, int, int], others: tuple[int, int, int]) -> bool
     return rows[0] == others[0] and (rows[2] <= others[1] or others[2] <= rows[1])
 
 
-def _is_fixed(shape: Iterable[Size]) -> bool:
+def is_fixed(shape: Iterable[Size]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
 def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
     """Along which dimension of `whole` a slice is one of several blocks, all of one size: which of them, and the size."""
-    shape, rows = shape_of_node(whole), _rows_of(node, whole)
-    if rows is None or not _is_fixed(shape):
+    shape, rows = shape_of_node(whole), sliced_rows(node, whole)
+    if rows is None or not is_fixed(shape):
         return None
     dim, start, end = rows
     size = end - start

@@ -39,6 +39,7 @@ from streamfx.passes.canonicalization import (
     softmax,
     stateful_operators,
     windows_of_rows,
+    written_blocks,
 )
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
@@ -86,8 +87,10 @@ TABLE: tuple[Equation, ...] = (
     blocks_of_rows.gradient_of_a_block,
     blocks_of_rows.sum_of_joined_blocks,
     blocks_of_rows.block_of_joined_blocks,
-    blocks_of_rows.rows_beside_those_written,
     blocks_of_rows.rows_of_a_sum_of_paddings,
+    written_blocks.rows_of_what_was_written,
+    written_blocks.all_that_was_written,
+    written_blocks.blocks_that_were_written,
     windows_of_rows.windows,
     windows_of_rows.gradient_of_windows,
     reversed_scans.reversed_scan,

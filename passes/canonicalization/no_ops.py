@@ -75,11 +75,15 @@ def flipped_twice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @equation(aten.copy.default)
 def copied_over(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """copy(y, x) -> x, of one shape and type"""
+    """copy(y, x) -> x, of one shape; converted where y is of another type"""
     over, value = node.args[:2]
-    if not isinstance(value, fx.Node) or not is_tensor(value):
+    if not isinstance(value, fx.Node) or not is_tensor(value) or shape_of_node(value) != shape_of_node(node):
         return None
-    return value if shape_of_node(value) == shape_of_node(node) and is_alike(value, over) else None  # type: ignore[arg-type]
+    if is_alike(value, over):  # type: ignore[arg-type]
+        return value
+    own = node.meta["val"]
+    is_moved = value.meta["val"].device != own.device
+    return None if is_moved else writer.call(aten._to_copy.default, value, dtype=own.dtype)
 
 
 def _unless_it_changes_shape(node: fx.Node) -> fx.Node | None:

@@ -10,7 +10,7 @@ needs one that comes later, and that what crosses from row to row is less than t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from streamfx.log import log
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.traits import is_random
+from streamfx.passes.recurrences.parts import Part, part_of
 from streamfx.passes.recurrences.plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.recurrences.rerolling import roll, sort_again, unrolled_name
 from streamfx.passes.recurrences.unrolled import Joined, Rows, rows_of
@@ -47,38 +48,62 @@ class Recurrences:
         if not lengths:
             return replace(facts, joint=joint)
         axes = sequence_axes(joint)
-        for plan in [plan for length in sorted(lengths) for plan in _Family(joint, rows, length).plans(axes)]:
+        families = [family for length in sorted(lengths) for family in _families(joint, rows, length, axes)]
+        taken, stands_for = set[fx.Node](), dict[fx.Node, fx.Node]()
+        for plan in [plan for family in families for plan in family.plans(axes, families, taken)]:
             if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
-                roll(plan, joint.graph)
+                roll(plan, joint.graph, stands_for)
         sort_again(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
-class _Family:
-    """All operators on rows of values with `length` rows."""
+def _families(joint: JointGraph, rows: Rows, length: int, axes: AxisFacts) -> list[_Family]:
+    """One for each part of the sequence that has so many rows: blocks, and the rows that they leave over, may be as many.
 
-    def __init__(self, joint: JointGraph, rows: Rows, length: int) -> None:
-        self.joint, self.length = joint, length
+    Of rows whose place is not known it is seen what they are read with.
+    """
+    found = {node: part_of(row, axes) for node, row in rows.reads.items() if row.length == length}
+    known: list[Part | None] = [*sorted({part for part in found.values() if part is not None})] or [None]
+    numbers = {part: number for number, part in enumerate(known)}
+    return [
+        _Family(joint, rows, length, {node: numbers.get(part, own) for node, part in found.items()}, own)
+        for own in numbers.values()
+    ]
+
+
+class _Family:
+    """All operators on rows of values with `length` rows, in one part of the sequence: by its number, for what is read."""
+
+    def __init__(self, joint: JointGraph, rows: Rows, length: int, parts: Mapping[fx.Node, int], part: int) -> None:
+        self.joint, self.length, self.parts, self.part = joint, length, parts, part
         self.nodes = joint.nodes
         self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.reads = {node: row for node, row in rows.reads.items() if row.length == length}
+        self.reads = {node: row for node, row in rows.reads.items() if node in parts}
         self.joins = [join for join in rows.joins if len(join.values) == length]
         self.ends = {join.node for join in self.joins}
+        self.elsewhere: set[fx.Node] = set()  # rows of other parts
         self.step: dict[fx.Node, int] = {}
         self.component: dict[fx.Node, fx.Node] = {}
-
-    def plans(self, axes: AxisFacts) -> list[Planned]:
         self._forward_steps()
         self._backward_steps()
+        self._leave_other_parts()
+        self.useful = dict.fromkeys(self._useful())
+
+    def plans(self, axes: AxisFacts, families: Iterable[_Family], taken: set[fx.Node]) -> list[Planned]:
+        """The loops that can be rolled up, of operators that are not `taken` yet; they end where those of others begin."""
         found: list[Planned] = []
         linked: set[Dim] = set()  # axes of what loops over the sequence have made
-        for pair in self.pairs():
+        for pair in self.pairs({node for family in families for node in family.useful if node not in self.useful}):
+            own = (*pair.forward, *pair.backward)
+            if not taken.isdisjoint(own) or any(source in self.elsewhere for node in own for source in node.all_input_nodes):
+                continue
             read = [axes.shapes[row.source][row.dim] for row in (*pair.forward_reads.values(), *pair.backward_reads.values())]
             if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read):
                 continue
             linked |= {axes.table.resolve(axes.shapes[join.node][join.dim]) for join in pair.forward_joins}
             try:
                 found.append(planned(pair, axes, self.nodes))
+                taken.update(own)
             except NoRecurrence as reason:
                 log.debug("rows of %d stay unrolled: %s", self.length, reason)
         return found
@@ -88,11 +113,32 @@ class _Family:
 
     # -- steps
 
+    def _read_at(self, node: fx.Node) -> int:
+        """The step of a row; rows of a later part come behind all of an earlier one."""
+        return self.parts[node] * self.length + self.reads[node].step
+
+    def _earlier_parts(self, sources: Iterable[fx.Node], step: int) -> list[int]:
+        """Rows of earlier parts than that of a step: with these the gradient of what such a part has left is worked on."""
+        found = (self._read_at(source) for source in sources if source in self.reads)
+        return [read for read in found if read // self.length < step // self.length]
+
+    def _leave_other_parts(self) -> None:
+        """Forget what belongs to another part: what is joined belongs to that of its last row, a gradient to its first's."""
+        self.elsewhere = {node for node in self.reads if self.parts[node] != self.part}
+        self.reads = {node: row for node, row in self.reads.items() if node not in self.elsewhere}
+        self.joins = [join for join in self.joins if self._part_of(join) in (self.part, None)]
+        steps = ((node, divmod(step, self.length)) for node, step in self.step.items())
+        self.step = {node: step for node, (part, step) in steps if part == self.part}
+
+    def _part_of(self, join: Joined) -> int | None:
+        parts = [self.step[value] // self.length for value in join.values if value in self.step]
+        return (max if self.is_forward(join.node) else min)(parts, default=None)
+
     def _forward_steps(self) -> None:
         """Each operator of the forward half belongs to the last row that it depends on; a row of a forward value to its own."""
         for node in self.nodes:
             if node in self.reads and self.is_forward(self.reads[node].source):
-                self.step[node] = self.reads[node].step
+                self.step[node] = self._read_at(node)
             elif self.is_forward(node) and not self._is_apart(node):
                 steps = [self.step[source] for source in node.all_input_nodes if source in self.step]
                 if steps:
@@ -110,9 +156,9 @@ class _Family:
             sources = node.all_input_nodes
             steps = [self.step[source] for source in sources if source in own]
             if node in self.reads:
-                self.step[node] = self.reads[node].step
+                self.step[node] = self._read_at(node)
             elif steps:
-                self.step[node] = min(steps)
+                self.step[node] = min((min(steps), *self._earlier_parts(sources, min(steps))))
             elif any(source in self.step or source in touching for source in sources):
                 touching[node] = None
                 continue
@@ -131,10 +177,9 @@ class _Family:
 
     # -- what belongs together
 
-    def pairs(self) -> list[Pair]:
-        useful = dict.fromkeys(self._useful())
-        self._unite(useful)
-        self._add_totals(useful)
+    def pairs(self, others: Container[fx.Node] = ()) -> list[Pair]:
+        self._unite(self.useful)
+        self._add_totals(self.useful, others)
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             if node in self.component:
@@ -150,7 +195,7 @@ class _Family:
                 found.update(s for s in node.all_input_nodes if self._is_of(s, self.is_forward(node)))
         return [node for node in self.nodes if node in found and node not in self.reads]
 
-    def _add_totals(self, useful: Mapping[fx.Node, None]) -> None:
+    def _add_totals(self, useful: Mapping[fx.Node, None], others: Container[fx.Node]) -> None:
         """No row depends on the gradient of a weight, which the steps add up, but it belongs to them.
 
         So does all that is made between the steps' operators, and at the end whatever is like something between them.
@@ -166,11 +211,12 @@ class _Family:
                 continue
             sources, forward = node.all_input_nodes, self.is_forward(node)
             own = {self._root(source) for source in sources if source in self.component and self._is_of(source, forward)}
-            root = own.pop() if len(own) == 1 and not any(source in after for source in sources) else None
+            is_after = node in others or any(source in after for source in sources)
+            root = own.pop() if len(own) == 1 and not is_after else None
             if root in last and (self.order[node] < last[root] or (root, _kind(node)) in seen):
                 self.component[node] = root
                 seen.add((root, _kind(node)))
-            elif own or root or any(source in after for source in sources):
+            elif own or root or is_after:
                 after.add(node)
         for node in reversed(self.nodes):
             if node in self.step and node not in self.component and node not in self.reads and node not in after:
@@ -207,7 +253,8 @@ class _Family:
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
                 sources = {s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True)}
-                for other in {self._root(source) for source in sources if source in self.component} & groups.keys():
+                others = {self._root(source) for source in sources if source in self.component} & groups.keys()
+                for other in others or self._that_reads_the_same(nodes, groups):
                     if together[other] is not together[root]:
                         together[root] += together[other]
                         together |= dict.fromkeys(together[other], together[root])
@@ -221,6 +268,13 @@ class _Family:
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
             pairs.append(self._pair(nodes, joins[id(roots)]))
         return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]
+
+    def _that_reads_the_same(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
+        """A forward group whose states hold rows that are needed once more, at another step."""
+        uses = ((source, node) for node in backward for source in node.all_input_nodes if source in self.reads)
+        rows = [row for row, node in uses if self.is_forward(self.reads[row].source) and self.step[row] != self.step[node]]
+        readers = {self._root(user) for row in rows for user in row.users if user in self.component and self.is_forward(user)}
+        return [root for root in groups if root in readers][:1]
 
     def _pair(self, nodes: list[fx.Node], joins: list[Joined]) -> Pair:
         inside = set(nodes)

@@ -17,17 +17,20 @@ UNROLLED = "streamfx_unrolled"  # in a recurrence's `meta`: the name of a value 
 CROSSED = "a loop over rows needs what another one makes, and that one needs what the first makes, so that it stays unrolled"
 
 
-def roll(plan: Planned, graph: fx.Graph) -> None:
-    """Use an unrolled loop's operators in its place; those that it consisted of are left without users."""
-    forward = None if plan.forward is None else _written(plan.forward, plan.inside, graph)
+def roll(plan: Planned, graph: fx.Graph, stands_for: dict[fx.Node, fx.Node]) -> None:
+    """Use an unrolled loop's operators in its place; those that it consisted of are left without users.
+
+    `stands_for` says what is used in place of values of the loops that were rolled up before, and then of this one's, too.
+    """
+    forward = None if plan.forward is None else _written(plan.forward, plan.inside, graph, stands_for)
     if plan.backward is not None:
-        _written(plan.backward, plan.inside, graph).meta["streamfx_forward"] = forward
+        _written(plan.backward, plan.inside, graph, stands_for).meta["streamfx_forward"] = forward
 
 
-def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph) -> fx.Node:
+def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph, stands_for: dict[fx.Node, fx.Node]) -> fx.Node:
     values = [join.node for join in half.joins] + list(half.finals)
     with graph.inserting_before(graph.output_node()):
-        made = graph.call_function(Unrolled(half.plan), half.operands)  # type: ignore[arg-type]
+        made = graph.call_function(Unrolled(half.plan), tuple(stands_for.get(operand, operand) for operand in half.operands))  # type: ignore[arg-type]
         results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
     made.meta = {**values[0].meta, "val": tuple(value.meta["val"] for value in values), UNROLLED: unrolled_name(half)}
     for result, value in zip(results, values, strict=True):
@@ -36,6 +39,7 @@ def _written(half: Half, inside: frozenset[fx.Node], graph: fx.Graph) -> fx.Node
         join.node.replace_all_uses_with(result, propagate_meta=False)
     for node, result in zip(half.finals, results[len(half.joins) :], strict=True):
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside, propagate_meta=False)
+    stands_for |= dict(zip(values, results, strict=True))
     return made
 
 

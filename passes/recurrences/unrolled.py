@@ -11,17 +11,17 @@ import operator
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, drop_unused, is_tensor, node_argument, shape_of_node
-from streamfx.ir.sizes import shape_of
+from streamfx.ir.joint import bound_arguments, drop_unused, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.operators.fillers import fill_of
 from streamfx.passes.operators.traits import is_random
+from streamfx.passes.recurrences.cut_rows import cut_rows, cut_stacks, is_plain_sum
 
 aten = torch.ops.aten
 FEWEST = 3  # rows: two are rather the halves of something
@@ -82,6 +82,28 @@ def rows_of(graph: fx.Graph) -> Rows:
     The graph becomes simpler on the way: a row that has just been written is not read again, and rows that are written into
     zeros, or padded with zeros and added up, are stacked.
     """
+    writer = GraphWriter(graph)
+    found, chains = _single_rows(graph)
+    for node in drop_unused(graph, is_random):  # random draws are told apart by their seed
+        chains.pop(node, None)
+        found.reads.pop(node, None)
+    for chain in dict.fromkeys(chain for chain, _ in chains.values()):
+        _stack_written([link for link in chain.links if link in chains], chain, writer)
+    _stack_sums(graph, writer)
+    cut_stacks(graph, {node: (row.source, row.length) for node, row in found.reads.items()}, writer)
+    cut_rows(found.reads, writer)
+    drop_unused(graph, is_random)
+    found, _ = _single_rows(graph)  # out of what they are taken now
+    for node in graph.nodes:
+        if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
+            dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
+            found.joins.append(Joined(node, dim, tuple(node.args[0])))
+    found.reads = {node: row for node, row in found.reads.items() if node.users}
+    return found
+
+
+def _single_rows(graph: fx.Graph) -> tuple[Rows, dict[fx.Node, tuple[_Chain, int]]]:
+    """Rows that are taken out of values, and by link the chains in which they are written."""
     found, chains = Rows(), dict[fx.Node, tuple[_Chain, int]]()
     for node in list(graph.nodes):
         if node.target is aten.select_scatter.default:
@@ -93,26 +115,7 @@ def rows_of(graph: fx.Graph) -> Rows:
             place = _place(whole, bound_arguments(node_argument(node))["dim"], node.args[1])
             if place is not None and place[2] >= FEWEST:
                 found.reads[node] = Row(whole, *place)
-    for node in drop_unused(graph, is_random):  # random draws are told apart by their seed
-        chains.pop(node, None)
-    writer = GraphWriter(graph)
-    for chain in dict.fromkeys(chain for chain, _ in chains.values()):
-        _stack_written([link for link in chain.links if link in chains], chain, writer)
-    _stack_sums(graph, writer)
-    for node in drop_unused(graph, is_random):
-        found.reads.pop(node, None)
-    for node in graph.nodes:
-        if node.target is aten.stack.default and len(node.args[0]) >= FEWEST:
-            dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-            found.joins.append(Joined(node, dim, tuple(node.args[0])))
-    found.reads = {node: replace(row, source=_read_of(node)) for node, row in found.reads.items() if node.users}
-    return found
-
-
-def _read_of(node: fx.Node) -> fx.Node:
-    """What a row is taken out of, now that sums of rows are stacked."""
-    source = node_argument(node)
-    return node_argument(source) if node.target is operator.getitem else source
+    return found, chains
 
 
 def _place(whole: fx.Node, dim: Any, step: Any) -> tuple[int, int, int] | None:
@@ -183,7 +186,7 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
     """Sums of rows with zeros around them, each at its last addition."""
     parts: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.target is aten.select_backward.default or (_is_plain_sum(node) and any(item in parts for item in node.args)):
+        if node.target is aten.select_backward.default or (is_plain_sum(node) and any(item in parts for item in node.args)):
             parts[node] = None
     order = {node: i for i, node in enumerate(graph.nodes)} if parts else {}
     for node in parts:
@@ -194,13 +197,6 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
 def _is_summand(node: fx.Node, parts: Collection[fx.Node]) -> bool:
     """Whether a sum is nothing but part of another one."""
     return len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
-
-
-def _is_plain_sum(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
-        return False
-    values = [item.meta["val"] for item in (*node.args, node) if is_tensor(item)]  # type: ignore[union-attr]
-    return len(values) == 3 and len({(shape_of(value), value.dtype) for value in values}) == 1
 
 
 def _stack_sum(node: fx.Node, parts: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from tests.mutations.row import Mutation
 
-FOUND = "passes/canonicalization/blocks_of_rows.py"
+FOUND, WRITTEN = "passes/canonicalization/blocks_of_rows.py", "passes/canonicalization/written_blocks.py"
+CUT, STEPS = "passes/recurrences/cut_rows.py", "passes/recurrences/detection.py"
+OF_ROWS, LOOPS = "test_cut_rows.py", "test_loops_over_blocks.py"
 
 
 def _row(what: str, before: str, after: str) -> Mutation:
     return Mutation("blocks", what, FOUND, before, after, ("test_canonical_blocks.py::test_row",))
+
+
+def _written(what: str, before: str, after: str) -> Mutation:
+    return Mutation("blocks", what, WRITTEN, before, after, ("test_canonical_blocks.py::test_row",))
 
 
 ROWS = (
@@ -31,11 +37,6 @@ ROWS = (
         "what is added need not be alike",
         "    return all(shape_of_node(part) == shape_of_node(node) and is_alike(part, node) for part in parts)\n",
         "    return True\n",
-    ),
-    _row(
-        "rows beside those written overlap them",
-        "    if own is None or written is None or not _is_beside(written, own):\n",
-        "    if own is None or written is None:\n",
     ),
     _row(
         "rows and columns lie beside one another",
@@ -77,5 +78,89 @@ ROWS = (
         "            own = {*whole, *(atom",
         "            own = {*whole[:1], *(atom",
         ("test_relatives.py::test_several_sequences_side_by_side_are_relatives",),
+    ),
+    _written(
+        "part of a piece is all of it",
+        "isinstance(self.value, fx.Node) and self.count ==",
+        "isinstance(self.value, fx.Node) or self.count ==",
+    ),
+    _written(
+        "pieces may be cut when they are joined",
+        "not all(not piece.is_row and piece.is_whole(dim) for piece in written)",
+        "any(piece.is_row for piece in written)",
+    ),
+    _written("the first to write a row is heard", "        open_rows = rest\n", ""),
+    _written("what is written is of any type", "    if not is_alike(rows, node) or not is_fixed", "    if not is_fixed"),
+    _written(
+        "pieces lie in the order in which they were written",
+        "    return sorted(found, key=lambda piece: piece.place)\n",
+        "    return found\n",
+    ),
+    _written("rows are written along any dimension", '    if arguments["dim"] % len(shape) != dim:\n        return None\n', ""),
+    _written("blocks are joined along any dimension", "== blocks\n", "is not None\n"),
+    _written("rows within a piece begin where the piece does", "self.start + begin - self.place", "self.start"),
+    Mutation(
+        "blocks",
+        "a stack is cut however many rows its own are made of",
+        CUT,
+        "        if len(kept) in met and len(values) not in met:\n",
+        "        if kept:\n",
+        (f"{OF_ROWS}::test_a_stack_is_cut_to_the_rows_that_were_read",),
+    ),
+    Mutation(
+        "blocks",
+        "rows of a padding are cut however many rows are made of them",
+        CUT,
+        "        if length not in met and any(",
+        "        if any(",
+        (f"{OF_ROWS}::test_rows_of_a_padding",),
+    ),
+    Mutation(
+        "blocks",
+        "paddings may overlap",
+        CUT,
+        " or any(place[1] < rows.stop and rows.start < place[2] for rows in found.values())",
+        "",
+        (f"{OF_ROWS}::test_rows_of_a_padding",),
+    ),
+    Mutation(
+        "blocks",
+        "nothing is added to a row of one of several paddings",
+        CUT,
+        "            return found if len(parts) == 1 else writer.call(aten.add.Tensor, found, 0.0)\n",
+        "            return found\n",
+        (f"{OF_ROWS}::test_rows_of_a_padding",),
+    ),
+    Mutation(
+        "blocks",
+        "blocks, and as many rows behind them, are one loop",
+        STEPS,
+        "{node: numbers.get(part, own) for node, part in found.items()}",
+        "dict.fromkeys(found, own)",
+        (f"{LOOPS}::test_other_numbers_of_blocks",),
+    ),
+    Mutation(
+        "blocks",
+        "a loop does not end where another one begins",
+        STEPS,
+        "            is_after = node in others or any(",
+        "            is_after = any(",
+        (f"{LOOPS}::test_other_numbers_of_blocks",),
+    ),
+    Mutation(
+        "blocks",
+        "a loop is given values of another one that is rolled up",
+        "passes/recurrences/rerolling.py",
+        "stands_for.get(operand, operand)",
+        "operand",
+        (f"{LOOPS}::test_other_numbers_of_blocks",),
+    ),
+    Mutation(
+        "blocks",
+        "a loop of the backward half is by itself where it needs rows alone",
+        STEPS,
+        "in others or self._that_reads_the_same(nodes, groups):",
+        "in others:",
+        (f"{LOOPS}::test_rows_that_a_loop_goes_back_through",),
     ),
 )

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.buffers import BUFFERS
 from tests.random_decoders.compressed import COMPRESSED
 from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
@@ -230,6 +231,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "associative": partial(_scans, mixers=tuple(TREES)),
     "states": partial(_scans, mixers=tuple(STATEFUL)),
     "decays": partial(_scans, mixers=DECAYS),
+    "buffers": partial(_beside, extras=BUFFERS),
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -258,6 +260,7 @@ OFTEN = (
     "associative",
     "states",
     "decays",
+    "buffers",
 )
 
 

@@ -65,8 +65,8 @@ BLOCKS_OF_64 = (
     "qwen4_exp",
     "qwen4_exp_text",
 )
-# what works on blocks of 64 rows has several of them; reformer asks for a product of two sizes
-ROWS_OF = {"reformer": 24, **dict.fromkeys(BLOCKS_OF_64, 150)}
+# what works on blocks of rows has several of them; reformer asks for a product of two sizes
+ROWS_OF = {"reformer": 24, "xlstm": 43, **dict.fromkeys(BLOCKS_OF_64, 150)}
 BY_DEFAULT_DOUBLE = {"xglm"}  # makes a float64 limit a tensor of the default type
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
 

@@ -25,8 +25,8 @@ rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smalle
 - *attention*: which keys a chunk's rows were proven to see; `masked` runs in chunks too, with all keys; with `all keys`, those
   are no rows of the sequence, or blocks of its rows.
 - *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
-- Loops over blocks of rows are traced block by block, and 22 rows have two or three. Over three blocks or more xlstm keeps some
-  operators whole; minimax does over more than 24.
+- Loops over blocks of rows are traced block by block. xlstm's, of which 43 rows have five, and three rows behind them, is one
+  operator for any number of blocks; minimax, with three here, keeps some operators whole over more than 24.
 - What is made of no rows, such as tables of positions times a weight, is made once, outside of loops: the rest of a share that is
   below 100 % where nothing runs whole.
 
