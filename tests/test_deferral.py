@@ -62,6 +62,14 @@ def test_a_value_is_rebuilt_from_the_fewest_bytes(head: str, given: str) -> None
         ("mask", (0, 1, None)),
         ("log-probabilities", (0, 1, None)),
         ("einsum", None),
+        ("less the mean over time", (0, None, None)),
+        ("a norm behind a mean over time", (0, None, None)),
+        ("less the mean of all", None),
+        ("less the mean over sequences and time", None),
+        ("in proportion to all", None),
+        ("a scale made of rows", None),
+        ("weights made of rows", None),
+        ("all rows added", None),
     ],
 )
 def test_rows_are_known_where_functions_work_row_by_row(head: str, dims: tuple[int | None, ...] | None) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from streamfx.backend import streambp
+from streamfx.lazy import steps
 from streamfx.lazy.deferred import DeferredTensor
 from tests.support.deferred import OPTIONS, assert_same, gradients, own_loss
-from tests.support.heads import BATCH, HEADS, LENGTH, Decoder, capped_head, decoder, some_ids, with_views
+from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, Decoder, capped_head, decoder, some_ids, with_views
 from tests.support.spread import only
 
 USES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -53,6 +54,18 @@ def test_models_of_transformers_are_exact(family: str) -> None:
         assert_same(results[0][0], results[1][0])
         assert_same(results[0][1] * 1, results[1][1])
         assert_same(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["linear", "weights made of rows", "all rows added", *MIXED])
+def test_rows_that_are_read_alone(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of logits so large that they are never made whole, where the norm in front of the head reads other rows."""
+    monkeypatch.setattr(steps, "LEAST", 1)
+    model, ids = decoder(HEADS[name][0]), some_ids(60)[:batch]
+    compiled = torch.compile(model, backend="streambp", options=OPTIONS)
+    for read in (lambda logits: logits[:, -1], lambda logits: logits[:, 3:9] * 1, lambda logits: logits[-1, 5].argmax(-1)):
+        with torch.no_grad():
+            torch.testing.assert_close(read(compiled(ids)) * 1, read(model(ids)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -20,18 +20,20 @@ Known: TypeAlias = "Mapping[fx.Node, Follows]"
 
 def rows_of_program(given: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
     """For each dimension of the last node: the dimension of `given` whose rows are its rows."""
-    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}
+    known: dict[fx.Node, Follows] = {given: tuple(range(example(given).dim()))}  # of what is made of the given tensor
     for node in rebuilt:
-        if is_dense(node):
-            known[node] = _follows(node, known)
-    return known[rebuilt[-1]]
+        if not known.keys().isdisjoint(node.all_input_nodes):
+            known[node] = _follows(node, known) if is_dense(node) else ()
+    return _of(rebuilt[-1], known)
 
 
 def _follows(node: fx.Node, known: Known) -> Follows:
+    """A dimension that an operand does not follow is lost, whatever the operand is read for: it was summed over, say."""
     rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
     follows = rule(node, known) if rule is not None else ()
     rank = example(node).dim()
-    return follows if len(follows) == rank else (None,) * rank
+    kept = set.intersection(*(set(known[operand]) for operand in node.all_input_nodes if operand in known))
+    return tuple(dim if dim in kept else None for dim in follows) if len(follows) == rank else (None,) * rank
 
 
 def _of(node: object, known: Known) -> Follows:

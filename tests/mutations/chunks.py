@@ -253,6 +253,14 @@ DYNAMIC = (
     ),
     Mutation(
         "rows",
+        "what sums over rows is no matter to the rows that are read beside it",
+        "streamfx/lazy/rows.py",
+        "dim if dim in kept else None for dim in follows",
+        "dim for dim in follows",
+        ("test_deferred_outputs.py::test_rows_that_are_read_alone",),
+    ),
+    Mutation(
+        "rows",
         "the gradient of the last row is made in front of the cut, as long as all rows",
         "passes/partition/stages.py",
         "is_shown = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven",

@@ -54,6 +54,15 @@ def some_ids(length: int = LENGTH) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(length))
 
 
+# norms that read other rows: none of these rows can be made alone
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "less the mean over time": lambda x: x - x.mean(1, keepdim=True),
+    "less the mean of all": lambda x: x - x.exp().mean(),
+    "less the mean over sequences and time": lambda x: x - x.mean((0, 1)),
+    "in proportion to all": lambda x: x * x.square().mean(dim=(0, 1, 2)).rsqrt(),
+    "a norm behind a mean over time": lambda x: F.rms_norm(x - x.mean(dim=-2, keepdim=True), (WIDTH,)),
+    "a scale made of rows": lambda x: F.layer_norm(x, (WIDTH,), x.std((0, 1))),
+}
 HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "linear": (plain_head, 1),
     "softcap": (capped_head, 1),
@@ -71,6 +80,9 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "twice the same": (lambda m, x, ids: (F.linear(x, m.weight),) * 2, 2),
     "a view of it": (lambda m, x, ids: with_views(F.linear(x, m.weight)), 3),
     "detached": (lambda m, x, ids: (F.linear(x, m.weight), F.linear(x, m.weight).detach()), 2),
+    **{name: ((lambda m, x, ids, norm=norm: F.linear(norm(x), m.weight)), 1) for name, norm in MIXED.items()},
+    "weights made of rows": (lambda m, x, ids: F.linear(x, m.weight * x.exp().mean()), 1),
+    "all rows added": (lambda m, x, ids: F.linear(x, m.weight) + x.exp().mean(), 1),
     "hidden states too": (lambda m, x, ids: (F.linear(x, m.weight), x), 1),
     "a view of hidden states": (lambda m, x, ids: (F.linear(x, m.weight), x.view(-1, WIDTH)), 1),
     "a view of a parameter too": (lambda m, x, ids: (F.linear(x, m.weight), m.weight.view(-1)), 1),
