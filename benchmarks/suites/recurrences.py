@@ -14,7 +14,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "in
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "mamba2": (
         {"num_heads": 4, "head_dim": 64, "expand": 2, "state_size": 16, "n_groups": 1, "chunk_size": 64},
-        (512, 2048),
+        (512, 1024),
         128,
     ),
     "mamba": ({"state_size": 8}, (32, 64), 16),
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
             "linear_value_head_dim": 32,
             "mlp_only_layers": [*range(4)],
         },
-        (512, 2048),
+        (512, 1024),
         128,
     ),
 }
