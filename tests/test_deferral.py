@@ -65,6 +65,7 @@ def test_a_value_is_rebuilt_from_the_fewest_bytes(head: str, given: str) -> None
         ("less the mean over time", (0, None, None)),
         ("a norm behind a mean over time", (0, None, None)),
         ("less the mean of all", None),
+        ("less the mean over no dimension, which is all", None),
         ("less the mean over sequences and time", None),
         ("in proportion to all", None),
         ("a scale made of rows", None),

@@ -79,11 +79,11 @@ def _softmax(node: fx.Node, known: Known) -> Follows:
 
 
 def _reduction(node: fx.Node, known: Known) -> Follows:
-    """Over one dimension, or several; in its place is one of size one, or none."""
+    """Over one dimension, or several; in its place is one of size one, or none. No dimension at all stands for all."""
     follows = _of(_first(node), known)
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = given if isinstance(given, (tuple, list)) else (given,)
-    if not follows or not all(type(dim) is int for dim in dims):
+    if not follows or not dims or not all(type(dim) is int for dim in dims):
         return ()
     summed = {dim % len(follows) for dim in dims}
     is_kept = example(node).dim() == len(follows)

@@ -60,6 +60,7 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "less the mean of all": lambda x: x - x.exp().mean(),
     "less the mean over sequences and time": lambda x: x - x.mean((0, 1)),
     "in proportion to all": lambda x: x * x.square().mean(dim=(0, 1, 2)).rsqrt(),
+    "less the mean over no dimension, which is all": lambda x: x - x.exp().mean((), keepdim=True),
     "a norm behind a mean over time": lambda x: F.rms_norm(x - x.mean(dim=-2, keepdim=True), (WIDTH,)),
     "a scale made of rows": lambda x: F.layer_norm(x, (WIDTH,), x.std((0, 1))),
 }
