@@ -9,7 +9,7 @@ makes probabilities of the total: the gradients of all keys are those of either 
 again, is not made.
 
 A total has to tell how many keys a row sees. A row that sees none is hidden by minus infinity, or there is one whose score is an
-ordinary number: beside a huge negative number the logarithm of a count is lost.
+ordinary number: beside a large negative number the logarithm of a count loses its digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 from streamfx.ir.axes import Atom, Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, drop_unused, joint_graph, tensor_operands, trained_sources
-from streamfx.ir.ranges import ACTIVATION
+from streamfx.ir.ranges import COUNTED
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.dropped_column import converted
 from streamfx.passes.canonicalization.parts_of_joins import Parts
@@ -103,7 +103,7 @@ class _Tells:
         mask = bound_arguments(node)["attn_mask"]
         masks = (None,) * len(parts.lengths) if mask is None else parts.of(mask)
         own = [item is None or self._shows_own_keys(item, node) for item in masks]
-        if not any(own) and not _is_ordinary(mask, self.values):
+        if not any(own) and (mask is None or _largest(mask, self.values) > COUNTED):
             return False
         WRITES[node.target](node, parts, own)
         return True
@@ -139,22 +139,26 @@ def _keys(node: fx.Node, axes: AxisFacts) -> Atom | None:
     return atoms[0] if len(atoms) == 1 else None
 
 
-def _is_ordinary(mask: fx.Node, values: Values) -> bool:
-    """Whether what is added to scores is minus infinity or an ordinary number, and no huge negative one."""
-    todo, seen = [mask], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node in seen or values.of(node).is_ordinary or fill_of(node) == -math.inf:
-            continue
-        seen.add(node)
-        numbers = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, (int, float))]
-        operands = [item for item in tensor_operands(node) if item.meta["val"].is_floating_point()]
-        if not operands or not (node.target in CHOICES or is_moved_elements(node)):
-            return False
-        if any(number != -math.inf and abs(number) > ACTIVATION for number in numbers):
-            return False
-        todo.extend(operands)
-    return True
+def _largest(mask: fx.Node, values: Values) -> float:
+    """By how much, minus infinity apart, a mask may move scores: infinite where that is not known. Weights as they are count as
+    nothing: they are assumed to be ordinary.
+    """
+    if fill_of(mask) == -math.inf:
+        return 0
+    found = values.of(mask)
+    if found.is_counted:
+        return 0 if found.assumed else float(found.magnitude)
+    operands = [item for item in tensor_operands(mask) if item.meta["val"].is_floating_point()]
+    given = [*mask.args, *mask.kwargs.values()]
+    numbers = [abs(item) for item in given if isinstance(item, (int, float)) and item != -math.inf]
+    if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
+        return math.inf
+    if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
+        is_plain = len(given) == 2 and not mask.kwargs
+        return (
+            sum((_largest(item, values) for item in given if isinstance(item, fx.Node)), sum(numbers)) if is_plain else math.inf
+        )
+    return max(*numbers, *(_largest(item, values) for item in operands), 0)
 
 
 # -- what stands on the right

@@ -27,6 +27,7 @@ SWAMPED_BY_HALF = -2.9e4
 SEEN_HALF = -5e3  # what a mask adds where products of +-10,000 do not lift what is hidden beside it
 ACTIVATION = 1e6  # assumed of trained weights and of what a product makes of ordinary numbers (docs/architecture.md)
 ACTIVATION_HALF = 1e4
+COUNTED = 1e4  # beside a number as large the logarithm of a count keeps twelve digits in float64, in any type those of a score
 LARGER = 1e12  # by more than this nothing ordinary is multiplied between two products
 TAME = 1e28  # between two products, weights and activations are multiplied up to here
 LONGEST = 2**31 - 1  # rows of any dimension whose size is not known before the run
@@ -62,6 +63,11 @@ class Range:
     def is_ordinary(self) -> bool:
         """Whether a product of such numbers is taken for an ordinary number."""
         return self.magnitude <= (TAME if self.assumed else ACTIVATION)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether beside such a score the logarithm of a count is kept: a small number, or a weight as it is."""
+        return self.magnitude <= (ACTIVATION if self.assumed else COUNTED)
 
     @property
     def is_finite(self) -> bool:

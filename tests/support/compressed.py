@@ -99,12 +99,31 @@ def joined_by_numbers(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Te
     return F.scaled_dot_product_attention(q, keys, keys.sin(), attn_mask=mask)
 
 
-def hidden_from_some(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Huge numbers hide all keys from the first rows, so that eager gives each key its share, however many there are."""
-    keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
-    late = torch.arange(length)[:, None] > 1
-    mask = torch.cat([bias(seen & late, -1e30) for seen in (m.rows_seen(length), m.blocks_seen(length))], 1)
-    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+def hidden_from_some(hidden: Callable[[Tensor], Tensor]) -> Attend:
+    """Finite numbers hide all keys from the first rows, so that eager gives each key its share, however many there are."""
+
+    def attend(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+        keys, length = torch.cat([k, heads(blocks)], 2), x.shape[1]
+        late = torch.arange(length)[:, None] > 1
+        mask = hidden(torch.cat([seen & late for seen in (m.rows_seen(length), m.blocks_seen(length))], 1))
+        return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+    return attend
+
+
+def doubled(mask: Tensor, times: int) -> Tensor:
+    return mask if not times else doubled(mask + mask, times - 1)
+
+
+# by how much, and whether beside it the logarithm of a count is kept
+HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "at once": (lambda seen: bias(seen, -1e30), False),
+    "by a million": (lambda seen: bias(seen, -1e6), False),
+    "by a multiple": (lambda seen: torch.add(bias(seen, -9e3), bias(seen, -9e3), alpha=1e5), False),
+    "by a sum": (lambda seen: doubled(bias(seen, -5e3), 20), False),
+    "by one of two": (lambda seen: bias(seen, -2e4) + bias(seen, -1.0), False),
+    "by little": (lambda seen: bias(seen, -4e3) + bias(seen, -4e3), True),
+}
 
 
 def crosswise(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
