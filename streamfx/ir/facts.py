@@ -82,7 +82,7 @@ class AxisFacts:
         """Whether an operator hands something on from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
         running = () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, Scan))
-        return any(self.sequence_atom(self.letters[node][letter]) is not None for letter in running)
+        return any(self.sequence_atom(self.letters[node].get(letter, ())) is not None for letter in running)
 
     def row_axis(self, dim: Dim) -> Atom | None:
         """The atom of a dimension that is the sequence and nothing else, not in blocks: an index along it is a row's number."""
