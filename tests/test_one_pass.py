@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from streamfx.errors import OverBudget
+from tests.support.counting import Counting
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, Step, batch_of
 from tests.support.objectives.models import VOCABULARY
@@ -25,26 +25,14 @@ QUICK = ("dpo_with_sft", "grpo_reference_given")
 FROZEN = ("lm_head", "embed_tokens", "model.norm")  # as adapters leave them
 
 
-class HeadProducts(TorchDispatchMode):
+class HeadProducts(Counting):
     """FLOPs of products with the vocabulary, in products of all rows."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            one, other = args[-2:]
-            if VOCABULARY in (*one.shape, *other.shape):
-                self.flops += 2 * one.shape[0] * one.shape[1] * other.shape[1]
-        return result
+    def flops_of(self, func: Any, args: Any, result: Any) -> int:
+        if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return 0
+        one, other = args[-2:]
+        return 2 * one.shape[0] * one.shape[1] * other.shape[1] if VOCABULARY in (*one.shape, *other.shape) else 0
 
 
 def head_products(step: Any, batch: dict[str, Tensor]) -> int:

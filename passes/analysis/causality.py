@@ -11,7 +11,6 @@ serves every one of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,7 +19,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts, CausalityFacts, DemandFacts, Facts, Form, Role
-from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, tensor_operands
+from streamfx.ir.joint import JointGraph, bound_arguments, is_tensor, linked, tensor_operands
 from streamfx.ir.pieces import Fact, Pieces
 from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature, Window
@@ -128,23 +127,9 @@ def _goes_by_key(node: fx.Node, axes: AxisFacts, demand: DemandFacts) -> bool:
 
 def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
     """Operators that hand values with rows and keys to each other."""
-    parent = {node: node for node in pairs}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for node in pairs:
-        for source in node.all_input_nodes:
-            producer = producer_of(source)
-            if producer in parent and _carries_pair(source, axes):
-                parent[root(producer)] = root(node)
-    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in pairs:
-        groups[root(node)].append(node)
-    return list(groups.values())
+    own = set(pairs)
+    handed = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
+    return linked(pairs, (link for link in handed if link[0] in own))
 
 
 def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:

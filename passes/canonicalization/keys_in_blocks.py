@@ -11,7 +11,6 @@ back to an axis in blocks in the same way. Where rows are the keys of blocks (on
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -21,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, is_tensor, joint_graph, tensor_operands
+from streamfx.ir.joint import JointGraph, is_tensor, joint_graph, linked, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.parts_of_joins import behind
@@ -72,25 +71,15 @@ def _pair(node: fx.Node, axes: AxisFacts) -> Pair | None:
     return Pair(rows, blocks)
 
 
-def _groups(pairs: Mapping[fx.Node, Pair], axes: AxisFacts) -> Iterable[list[fx.Node]]:
+def _groups(pairs: Mapping[fx.Node, Pair], axes: AxisFacts) -> list[list[fx.Node]]:
     """Operators that hand values with rows and blocks to each other, in program order."""
-    parent = {node: node for node in pairs}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    links: list[tuple[fx.Node, fx.Node]] = []
     for node, pair in pairs.items():
         for source, letters in zip(tensor_operands(node), axes.signatures[node].operands, strict=True):
             own = {letter for dim in letters for letter in dim}
-            if own & pair.rows and own & pair.blocks and producer_of(source) in parent:
-                parent[root(producer_of(source))] = root(node)
-    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in pairs:
-        groups[root(node)].append(node)
-    return groups.values()
+            if own & pair.rows and own & pair.blocks and producer_of(source) in pairs:
+                links.append((producer_of(source), node))
+    return linked(pairs, links)
 
 
 def _blocks_are_keys(group: Iterable[fx.Node], pairs: Mapping[fx.Node, Pair], joint: JointGraph, axes: AxisFacts) -> bool:

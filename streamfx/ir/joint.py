@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import networkx
 import sympy
 import torch
 from torch import fx
@@ -93,6 +94,15 @@ def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.No
         if any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def linked(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
+    """The nodes in groups that no link leads out of, groups and what is in them in the order of the nodes."""
+    position = {node: i for i, node in enumerate(nodes)}
+    network = networkx.Graph()
+    network.add_nodes_from(position)
+    network.add_edges_from(links)
+    return [sorted(group, key=position.__getitem__) for group in networkx.connected_components(network)]
 
 
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
