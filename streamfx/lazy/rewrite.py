@@ -8,7 +8,7 @@ after    return loss, hidden                        hidden [b t d], one V-th par
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ from streamfx.ir.recipe import (
     Recipe,
     RowAxes,
 )
-from streamfx.ir.sizes import shape_of, size_of
+from streamfx.ir.sizes import product, quotient, shape_of, size_of
 from streamfx.lazy.frontier import Frontier, frontier_of, is_known_size
 from streamfx.lazy.rows import rows_of_program
-from streamfx.lazy.table import ALIASING, kind_of, sums
+from streamfx.lazy.table import ALIASING, CONTRACTING, kind_of, sums
 from streamfx.lazy.values import (
     Values,
     bytes_of,
@@ -95,32 +95,51 @@ def _incomparable(
     while True:
         made = {output for base in chosen for output in groups[base]}
         kept = [output for output in outputs if isinstance(output, fx.Node) and output not in made]
-        told = {base for base in chosen if any(_tells_of(output, base, values) for output in kept)}
+        told = {
+            base
+            for base, frontier in chosen.items()
+            if _tell_of(kept, {base}, _is_one_sum, values) or _tell_of(frontier.given, _products(frontier), _is_sum, values)
+        }
         if not told:
             return chosen
         chosen = {base: frontier for base, frontier in chosen.items() if base not in told}
 
 
-def _tells_of(output: fx.Node, base: fx.Node, values: Values) -> bool:
-    """Whether an output may be compared with elements of a value that it is made of."""
-    behind, waiting = {output}, [output]
+def _products(frontier: Frontier) -> set[fx.Node]:
+    """What rounds in another way when it is made again: the maximum that a call kept is then no maximum of it any more."""
+    return {node for node in frontier.rebuilt if kind_of(node) in CONTRACTING}
+
+
+def _tell_of(
+    kept: Sequence[fx.Node], made_again: Collection[fx.Node], is_apart: Callable[[fx.Node], bool], values: Values
+) -> bool:
+    """Whether any value may be compared with elements of what is made again, of which it is made by more than sums."""
+    behind, waiting = set(kept), list(kept)
     while waiting:
         node = waiting.pop()
-        if node is base:
+        if node in made_again:
             return True
-        for operand in () if _is_sum_of_many(node) else node.all_input_nodes:
+        for operand in () if is_apart(node) else node.all_input_nodes:
             if operand not in behind and not is_known_size(operand, values):
                 behind.add(operand)
                 waiting.append(operand)
     return False
 
 
-def _is_sum_of_many(node: fx.Node) -> bool:
+def _is_one_sum(node: fx.Node) -> bool:
     """Whether a value is one number, to which several others were added up."""
-    if not sums(node) or not is_dense(node) or example(node).dim() > 0:
+    return _is_sum(node) and example(node).dim() == 0
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether each element of a value is a sum of several elements of its operand."""
+    if not sums(node) or not is_dense(node):
         return False
     summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
-    return summed is not None and any(size_of(size) != 1 for size in example(summed).shape)
+    if summed is None:
+        return False
+    whole, own = (product(shape_of(example(item))) for item in (summed, node))
+    return quotient(whole, own) not in (None, 1)
 
 
 def _has_known_shape(node: fx.Node, values: Values) -> bool:

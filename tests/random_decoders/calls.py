@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,6 +201,57 @@ def _changed(model: nn.Module, way: str) -> None:
         CHANGES[way](module, own, torch.full_like(getattr(module, own), 0.5))
 
 
+# -- rows of logits that are read alone
+
+
+def _rows(called: Called, rest: str) -> dict[str, float]:
+    """Each way of reading is the first use of a call's logits; those that gradients follow give gradients, too.
+
+    Norms of rows that almost vanish magnify rounding; a row that is not its own is wrong by far more.
+    """
+    called = replace(called, tolerance=1e-9)
+    found = called.same("whole logits")
+    dims = range(called.eager(**called.inputs).dim() - 1)
+    for name, read in ((f"{name} of {dim}", partial(read, dim)) for dim in dims for name, read in READS.items()):
+        found |= {f"{name}: {what}": error for what, error in _read(called, read).items()}
+    assert_small(found, called.tolerance, "rows alone")
+    return found
+
+
+def _read(called: Called, read: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """The rows of a new call, and the gradients of another one's; what is zero by right counts as a thousandth."""
+
+    def gradients(function: Callable[..., Any], model: nn.Module) -> dict[str, Tensor | None]:
+        return gradients_of(function, model, called.inputs, lambda logits: _weighted(read(logits)))
+
+    with torch.no_grad():
+        rows, truth = (read(function(**called.inputs)) * 1.0 for function in (called.function, called.eager))
+    found = {"value": relative_error(rows, truth, 1e-3)}
+    own, wanted = gradients(called.function, called.own), gradients(called.eager, called.eager)
+    for name, gradient in wanted.items():
+        got = own[name]
+        if got is None or gradient is None:
+            found[name] = 0.0 if got is gradient else float("inf")
+        else:
+            found[name] = relative_error(got, gradient, 1e-3)
+    return found
+
+
+def _weighted(rows: Tensor) -> Tensor:
+    return (rows * torch.arange(1.0, rows.numel() + 1, dtype=rows.dtype).view(rows.shape).cos()).sum()
+
+
+READS: dict[str, Callable[[int, Tensor], Tensor]] = {
+    "last": lambda dim, logits: logits.select(dim, -1),
+    "first": lambda dim, logits: logits.narrow(dim, 0, 1).log_softmax(-1),
+    "behind": lambda dim, logits: logits.movedim(dim, 0)[logits.shape[dim] // 2 :],
+    "every other": lambda dim, logits: logits.movedim(dim, 0)[::2],
+    "parts": lambda dim, logits: logits.chunk(3, dim)[-1],
+    "numbered": lambda dim, logits: logits.index_select(dim, torch.tensor([0, logits.shape[dim] - 1])),
+    "largest": lambda dim, logits: logits.select(dim, logits.shape[dim] // 2).amax(-1),
+}
+
+
 # -- hooks that run between two stretches of a backward half
 
 
@@ -253,5 +305,6 @@ WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
     "configured": _configured,
     "buffer": _buffer,
     "late": _late,
+    "rows": _rows,
     "stages": _stages,
 }

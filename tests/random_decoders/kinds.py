@@ -31,6 +31,7 @@ from tests.random_decoders.extras import (
 )
 from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.loops import LOOPS
+from tests.random_decoders.mixed import MIXES
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.squares import SQUARES
@@ -180,6 +181,16 @@ def _square(decoder: Decoder, random: Random) -> Decoder:
     return replace(own, length=min(length, 37))
 
 
+def _alone(decoder: Decoder, random: Random) -> Decoder:
+    """Logits much wider than what they are made of, behind what mixes rows, or does not; rows of them are read alone."""
+    places = ["none"] * 3
+    for place in random.sample(range(3), random.choice((1, 1, 2))):
+        places[place] = random.choice(list(MIXES))
+    own = replace(_called(decoder, "rows"), mixed=(places[0], places[1], places[2]), outputs="logits", loss="mean")
+    sizes: dict[str, Any] = {"heads": 1, "head_size": 2, "vocabulary": random.choice((5, 8, 11, 13))}
+    return replace(own, length=random.choice((2, 3, 5, 8, 11, 13)), batch=random.choice((1, 2, 3, 5)), scale=1, **sizes)
+
+
 def _few(decoder: Decoder, random: Random) -> Decoder:
     """Often of any length, and with lengths that leave few rows for the last chunk."""
     draw_lengths = _of_any_length if random.random() < 0.3 else _beside
@@ -232,6 +243,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "states": partial(_scans, mixers=tuple(STATEFUL)),
     "decays": partial(_scans, mixers=DECAYS),
     "buffers": partial(_beside, extras=BUFFERS),
+    "alone": _alone,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -261,6 +273,7 @@ OFTEN = (
     "states",
     "decays",
     "buffers",
+    "alone",
 )
 
 

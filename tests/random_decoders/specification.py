@@ -113,6 +113,7 @@ class Decoder:
     extra: str = choice(*EXTRAS, rare=True)
     calls: str = choice("one", *CALLS, rare=True)
     features: str = "none"  # set by the kind of that name
+    mixed: tuple[str, str, str] = ("none",) * 3  # in front of the last norm, behind it, of logits: set by a kind
     adjoints: str = "exact"  # "all": truncated to as many chunks as there are, by kinds with recurrences
     seed: int = 0
 

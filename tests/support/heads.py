@@ -88,6 +88,8 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "a view of hidden states": (lambda m, x, ids: (F.linear(x, m.weight), x.view(-1, WIDTH)), 1),
     "a view of a parameter too": (lambda m, x, ids: (F.linear(x, m.weight), m.weight.view(-1)), 1),
     "no_grad inside": (lambda m, x, ids: without_grad(m, x), 2),
+    "less a logarithm of sums": (lambda m, x, ids: less(F.linear(x, m.weight), torch.logsumexp), 1),
+    "less the largest": (lambda m, x, ids: less(F.linear(x, m.weight), torch.amax), 0),
     "written into": (lambda m, x, ids: written(F.linear(x, m.weight)), 0),
     "set item": (lambda m, x, ids: with_item(F.linear(x, m.weight)), 0),
     "made from what is then written into": (lambda m, x, ids: doubled_before(F.linear(x, m.weight)), 0),
@@ -97,6 +99,10 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
 
 def with_probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits, logits.softmax(-1)
+
+
+def less(logits: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    return logits - function(logits, -1, keepdim=True)
 
 
 def with_views(logits: Tensor) -> tuple[Tensor, ...]:
