@@ -52,7 +52,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "decays": (1, 3, 0, 5),
     "compressed": (49, 28, 32, 12, 7),
     "buffers": (2, 3, 6, 9, 14),
-    "alone": (0,),
+    "alone": (101, 7),
 }
 
 

@@ -261,6 +261,14 @@ DYNAMIC = (
     ),
     Mutation(
         "rows",
+        "a maximum that the call kept is taken for one of the rows that are made again",
+        "streamfx/lazy/rewrite.py",
+        " or _tell_of(frontier.given, _products(frontier), _is_sum, values)",
+        "",
+        ("test_deferred_outputs.py::test_heads_are_exact",),
+    ),
+    Mutation(
+        "rows",
         "the gradient of the last row is made in front of the cut, as long as all rows",
         "passes/partition/stages.py",
         "is_shown = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven",

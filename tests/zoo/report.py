@@ -59,7 +59,7 @@ def summary(rows: list[Row]) -> Iterable[str]:
     found = Counter(cause for row in rows for cause in {cause_of(reason) for reason in row.get("reasons", ())})
     if found:
         yield "| model types | what runs whole |\n|---|---|\n"
-        yield from (f"| {count} | {cell(cause)} |\n" for cause, count in found.most_common())
+        yield from (f"| {found[cause]} | {cell(cause)} |\n" for cause in sorted(found, key=lambda cause: (-found[cause], cause)))
         yield "\n"
 
 
