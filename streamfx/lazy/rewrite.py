@@ -30,7 +30,7 @@ from streamfx.ir.recipe import (
 from streamfx.ir.sizes import product, quotient, shape_of, size_of
 from streamfx.lazy.frontier import Frontier, frontier_of, is_known_size
 from streamfx.lazy.rows import rows_of_program
-from streamfx.lazy.table import ALIASING, CONTRACTING, kind_of, sums
+from streamfx.lazy.table import ALIASING, CONTRACTING, Kind, kind_of, sums
 from streamfx.lazy.values import (
     Values,
     bytes_of,
@@ -95,19 +95,21 @@ def _incomparable(
     while True:
         made = {output for base in chosen for output in groups[base]}
         kept = [output for output in outputs if isinstance(output, fx.Node) and output not in made]
+        given = [node for frontier in chosen.values() for node in frontier.given]
         told = {
             base
             for base, frontier in chosen.items()
-            if _tell_of(kept, {base}, _is_one_sum, values) or _tell_of(frontier.given, _products(frontier), _is_sum, values)
+            if _tell_of(kept, {base, *_of_kind(frontier, CONTRACTING)}, _is_one_sum, values)
+            or _tell_of(given, _of_kind(frontier, set(Kind) - ALIASING), _is_sum, values)
         }
         if not told:
             return chosen
         chosen = {base: frontier for base, frontier in chosen.items() if base not in told}
 
 
-def _products(frontier: Frontier) -> set[fx.Node]:
-    """What rounds in another way when it is made again: the maximum that a call kept is then no maximum of it any more."""
-    return {node for node in frontier.rebuilt if kind_of(node) in CONTRACTING}
+def _of_kind(frontier: Frontier, kinds: Collection[Kind]) -> set[fx.Node]:
+    """What is made again, and rounds in another way: the maximum that a call kept is then no maximum of it any more."""
+    return {node for node in frontier.rebuilt if kind_of(node) in kinds}
 
 
 def _tell_of(

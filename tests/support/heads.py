@@ -90,6 +90,8 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "no_grad inside": (lambda m, x, ids: without_grad(m, x), 2),
     "less a logarithm of sums": (lambda m, x, ids: less(F.linear(x, m.weight), torch.logsumexp), 1),
     "less the largest": (lambda m, x, ids: less(F.linear(x, m.weight), torch.amax), 0),
+    "less the third": (lambda m, x, ids: (lambda made: made - made.topk(3).values[..., -1:].detach())(F.linear(x, m.weight)), 0),
+    "capped beside the largest": (lambda m, x, ids: capped_beside(F.linear(x, m.weight)), 0),
     "written into": (lambda m, x, ids: written(F.linear(x, m.weight)), 0),
     "set item": (lambda m, x, ids: with_item(F.linear(x, m.weight)), 0),
     "made from what is then written into": (lambda m, x, ids: doubled_before(F.linear(x, m.weight)), 0),
@@ -103,6 +105,10 @@ def with_probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def less(logits: Tensor, function: Callable[..., Tensor]) -> Tensor:
     return logits - function(logits, -1, keepdim=True)
+
+
+def capped_beside(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.tanh(logits / 3.0) * 3.0, logits.amax(-1)
 
 
 def with_views(logits: Tensor) -> tuple[Tensor, ...]:
