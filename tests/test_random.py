@@ -53,6 +53,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "compressed": (49, 28, 32, 12, 7),
     "buffers": (2, 3, 6, 9, 14),
     "alone": (101, 7),
+    "cut out": (0, 1),
 }
 
 

@@ -9,6 +9,7 @@ needs one that comes later, and that what crosses from row to row is less than t
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from streamfx.ir.axes import Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.sizes import shape_of
+from streamfx.ir.writer import GraphWriter
 from streamfx.log import log
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.traits import is_random
+from streamfx.passes.recurrences.cut_blocks import cut_blocks, put_back
 from streamfx.passes.recurrences.parts import Part, part_of
 from streamfx.passes.recurrences.plans import NoRecurrence, Pair, Planned, planned
 from streamfx.passes.recurrences.rerolling import roll, sort_again, unrolled_name
@@ -40,21 +43,27 @@ class Recurrences:
 
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
-        if not any(node.target in JOINS for node in joint.nodes):
+        writer = GraphWriter(joint.graph)
+        blocks = cut_blocks(joint.graph, writer)
+        if not any(node.target in JOINS for node in joint.graph.nodes):
             return facts
         rows = rows_of(joint.graph)
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
+        self._roll(facts, joint, rows)
+        put_back(blocks, joint.graph, writer)
+        sort_again(joint.graph)
+        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
+
+    def _roll(self, facts: Facts, joint: JointGraph, rows: Rows) -> None:
         lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
         if not lengths:
-            return replace(facts, joint=joint)
+            return
         axes = sequence_axes(joint)
         families = [family for length in sorted(lengths) for family in _families(joint, rows, length, axes)]
         taken, stands_for = set[fx.Node](), dict[fx.Node, fx.Node]()
         for plan in [plan for family in families for plan in family.plans(axes, families, taken)]:
             if not any(half is not None and unrolled_name(half) in facts.whole for half in (plan.forward, plan.backward)):
                 roll(plan, joint.graph, stands_for)
-        sort_again(joint.graph)
-        return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
 def _families(joint: JointGraph, rows: Rows, length: int, axes: AxisFacts) -> list[_Family]:
@@ -147,20 +156,25 @@ class _Family:
     def _backward_steps(self) -> None:
         """Each operator of the backward half belongs to the first row that its cotangents come from; one that has none, to the
         last row that needs it.
+
+        What a last state hands back is worked on beside values of the loop; not so what is made of cotangents behind the loop.
         """
-        touching: dict[fx.Node, None] = {}
+        touching: dict[fx.Node, bool] = {}  # by whether it is made of values of the loop itself
         own: set[fx.Node] = set()
+        behind, handed = self._behind(), set[fx.Node](self.joint.tangents)
         for node in self.nodes:
             if self.is_forward(node) or node in self.step or self._is_apart(node):
                 continue
             sources = node.all_input_nodes
             steps = [self.step[source] for source in sources if source in own]
+            handed.update([node] if any(source in handed for source in sources) else ())
             if node in self.reads:
                 self.step[node] = self._read_at(node)
             elif steps:
                 self.step[node] = min((min(steps), *self._earlier_parts(sources, min(steps))))
             elif any(source in self.step or source in touching for source in sources):
-                touching[node] = None
+                is_of_loop = any((source in self.step and source not in behind) or touching.get(source) for source in sources)
+                touching.update({node: is_of_loop} if is_of_loop or node not in handed else {})
                 continue
             else:
                 continue
@@ -170,6 +184,17 @@ class _Family:
             if steps and len(steps) == len(node.users):
                 self.step[node] = max(steps)
                 own.add(node)
+
+    def _behind(self) -> set[fx.Node]:
+        """What the forward half makes of a loop's states behind it: no row that is joined depends on it."""
+        useful = set(self._useful())
+        found, reached = set[fx.Node](), set(useful)
+        for node in self.step:
+            states = found if node.target is operator.getitem else reached  # an operator of a step may have other results
+            if self.is_forward(node) and node not in useful and not states.isdisjoint(node.all_input_nodes):
+                found.add(node)
+                reached.add(node)
+        return found
 
     def _is_apart(self, node: fx.Node) -> bool:
         """Whether an operator has to do with rows only by putting them together, or by telling other ranks of them."""

@@ -110,8 +110,6 @@ class _Planner:
         dtype = _carry_type([*ahead, *back])
         early = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, ahead, dtype, reverse=False)
         late = self._steps(pair.backward, pair.backward_reads, pair.backward_joins, back, dtype, reverse=True)
-        if not (early.carried if pair.forward else late.carried):
-            raise NoRecurrence("nothing crosses from row to row")
         name = "recurrence"
         forward = self._half(name, early, None, pair.forward_joins, pair.forward) if pair.forward else None
         backward = None
@@ -127,6 +125,28 @@ class _Planner:
                 raise NoRecurrence(f"{node.name} has sizes that change from call to call")
             if node.target in READS_LAYOUT:
                 raise NoRecurrence(f"{node.name} reads the memory layout of a computed value")
+        if 4 * sum(map(self._is_of_sequence, self._given_to_one_step())) > self.pair.length:
+            raise NoRecurrence("steps read other rows than those that are taken out one by one")
+
+    def _given_to_one_step(self) -> list[fx.Node]:
+        """What comes from outside to one step alone, but for the first and the last: these are given states and gradients."""
+        steps: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in (*self.pair.forward, *self.pair.backward):
+            for source in node.all_input_nodes:
+                if source not in self.values:
+                    steps[source].add(self.pair.step[node])
+        return [source for source, own in steps.items() if len(own) == 1 and 0 < min(own) < self.pair.length - 1]
+
+    def _is_of_sequence(self, value: fx.Node) -> bool:
+        """Whether a value is made of rows of the sequence."""
+        todo, seen = [value], set[fx.Node]()
+        while todo:
+            node = todo.pop()
+            if any(self.axes.sequence_atom(dim) is not None for dim in self.axes.shapes.get(node, ())):
+                return True
+            todo += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+        return False
 
     def _check_size(self, half: Half | None, carried: int) -> None:
         assert half is not None

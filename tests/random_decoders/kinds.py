@@ -11,6 +11,7 @@ from typing import Any
 from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.buffers import BUFFERS
 from tests.random_decoders.compressed import COMPRESSED
+from tests.random_decoders.cut_out import CUT_OUT
 from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
     APART,
@@ -191,6 +192,12 @@ def _alone(decoder: Decoder, random: Random) -> Decoder:
     return replace(own, length=random.choice((2, 3, 5, 8, 11, 13)), batch=random.choice((1, 2, 3, 5)), scale=1, **sizes)
 
 
+def _cut_out(decoder: Decoder, random: Random) -> Decoder:
+    """Lengths of three blocks at least."""
+    own = _beside(decoder, random, CUT_OUT)
+    return replace(own, length=random.choice((9, 11, 12, 13, 14, 15, 19, 37)))
+
+
 def _few(decoder: Decoder, random: Random) -> Decoder:
     """Often of any length, and with lengths that leave few rows for the last chunk."""
     draw_lengths = _of_any_length if random.random() < 0.3 else _beside
@@ -244,6 +251,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "decays": partial(_scans, mixers=DECAYS),
     "buffers": partial(_beside, extras=BUFFERS),
     "alone": _alone,
+    "cut out": _cut_out,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -274,6 +282,7 @@ OFTEN = (
     "decays",
     "buffers",
     "alone",
+    "cut out",
 )
 
 
