@@ -253,3 +253,32 @@ def test_other_lengths_and_batches_later() -> None:
     assert len(compilations) == 3
     nodes = [[node.target for node in each.facts[-1].joint.nodes] for each in compilations]
     assert all(any(isinstance(target, Associative) for target in targets) for targets in nodes)
+
+
+# -- leaves without a gradient
+
+
+def apart(left: Pair, right: Pair) -> Pair:
+    return left[0] + right[0], left[1] + right[1]
+
+
+def of_the_right(left: Pair, right: Pair) -> Pair:
+    return right[0] * 1.0, right[1] * 1.0
+
+
+def in_turn(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The third leaf reaches the first one in two steps."""
+    return left[0] + right[1], left[1] + right[2].detach() + left[2], left[2] * right[2]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 6])
+@pytest.mark.parametrize("combine", [apart, of_the_right, affine, in_turn])
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_leaf_that_reaches_no_loss_has_no_gradient(combine: Callable[..., Any], used: int, length: int) -> None:
+    """Zeros would be something else: an optimizer that decays weights moves what has a gradient of zeros."""
+
+    def mixed(m: Mixed, x: Tensor) -> Tensor:
+        leaves = (m.gate(x), x * m.mu, x.cos())
+        return m.out(along(combine, leaves if combine is in_turn else leaves[:2])[used])
+
+    compared(mixed, length=length, streams=None)

@@ -73,7 +73,8 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
         split = along or split  # features that are taken apart are no rows
         kept = axes_of(joint, split)
         whole = sequence_axis(joint, kept)
-        places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in split}
+        inputs = [(node, i) for node in joint.primals for i, _ in enumerate(axes.shapes.get(node, ())) if (node, i) in split]
+        places = {kept.table.resolve(kept.shapes[node][i])[0]: (node, i) for node, i in inputs}
         if whole is None or whole.main not in places:  # something else in its blocks looks like a sequence
             mains = [main for main, (node, i) in places.items() if _holds(sequence, axes, axes.shapes[node][i])]
             whole = sequence_of(mains[0], kept) if mains else None
@@ -264,7 +265,9 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
         return None
     sequences = own & _ordered_axes(axes)  # a block of the sequence has itself twice as well, where scores stay inside of blocks
-    return ranked[0] if not sequences or ranked[0] in _relatives(sequences, axes) else None
+    longest = max((numeric(axes.table.size(atom)) for atom in sequences), default=0)
+    is_most = 2 * numeric(axes.table.size(ranked[0])) >= longest  # so have rows that are left behind blocks
+    return ranked[0] if not sequences or (is_most and ranked[0] in _relatives(sequences, axes)) else None
 
 
 def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:

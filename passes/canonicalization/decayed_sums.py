@@ -12,25 +12,28 @@ from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.canonicalization.stateful_operators import Call, backwards_of, read, written
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.passes.operators.values import Values
-from streamfx.runtime.decayed_sums import DECAYED_SUMS, DECLARED
+from streamfx.runtime.decayed_sums import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
 
 MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
 
 
-@equation(DECAYED_SUMS)
+DECLARED = {DECAYED_SUMS: IN_FRONT, SUMS_BEHIND: BEHIND}
+
+
+@equation(DECAYED_SUMS, SUMS_BEHIND)
 def sums_that_decay(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """decayed_sums(decays, rows) -> sums, last                   ->   recurrence(decays, rows) -> sums, last
     decayed_sums_backward(dsums, decays, rows) -> ddecays, drows   ->   recurrence(dsums, decays, rows) -> ddecays, drows
 
     Where no decay is above zero. Else what is left of a row in front of a chunk may be nothing at all, and behind it much.
     """
-    backwards: list[Call] = []
+    declared, backwards = DECLARED[node.target], list[Call]()
     try:
-        call = read(node, DECLARED)
-        backwards += backwards_of(DECLARED, call)
+        call = read(node, declared)
+        backwards += backwards_of(declared, call)
         if Values().of(call.arguments["decays"]).high > 0:
             raise NotStateful(MAY_GROW)
-        return written(DECLARED, call, backwards, writer)
+        return written(declared, call, backwards, writer)
     except NotStateful as why:
         for each in (node, *(backward.node for backward in backwards)):
             each.meta[WHY_WHOLE] = f"{each.target} with {why}"

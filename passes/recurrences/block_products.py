@@ -23,7 +23,7 @@ from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
 from streamfx.passes.recurrences.combining import EXAMPLE, is_plain
 from streamfx.passes.recurrences.decays import COLUMN, Kind, Reader, arguments_of, name_of
-from streamfx.runtime.decayed_sums import DECAYED_SUMS
+from streamfx.runtime.decayed_sums import DECAYED_SUMS, SUMS_BEHIND
 from streamfx.torch_private import dynamo_copy
 
 TYPES = (torch.float32, torch.float64)  # in narrower ones eager rounds sums of decays, and what it makes of them, on its way
@@ -258,12 +258,12 @@ class _Writer:
             if product.first is not None:
                 joined = self._flat(self._ordered(product.first, (*product.batch, product.z, *product.features)))
                 first = self._call(torch.select, joined, -2, 0)
-            both = self._call(DECAYED_SUMS, decays, rows, first)
+            both = self._call(DECAYED_SUMS if product.is_shifted else SUMS_BEHIND, decays, rows, first)
             sums, last = (self._call(operator.getitem, both, place) for place in range(2))
             if product.is_shifted and all(self._part(user) is not None for user in product.node.users):
                 self._hand_out(sums, last)
             else:
-                made = self._joined(sums, last) if product.is_shifted else self._advanced(decays, rows, sums)
+                made = self._joined(sums, last) if product.is_shifted else sums
                 self.place.replace_all_uses_with(self._shaped(made, product.c), propagate_meta=False)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
@@ -299,11 +299,6 @@ class _Writer:
 
     def _joined(self, sums: fx.Node, last: fx.Node) -> fx.Node:
         return self._call(torch.cat, [sums, self._call(torch.unsqueeze, last, -2)], -2)
-
-    def _advanced(self, decays: fx.Node, rows: fx.Node, sums: fx.Node) -> fx.Node:
-        """The sums behind each row."""
-        decay = self._call(torch.unsqueeze, self._call(torch.exp, decays), -1)
-        return self._call(torch.add, self._call(torch.mul, decay, sums), rows)
 
     def _hand_out(self, sums: fx.Node, last: fx.Node) -> None:
         made = {True: lambda: self._shaped(last), False: lambda: self._shaped(sums, self.product.c)}

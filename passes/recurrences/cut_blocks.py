@@ -155,7 +155,7 @@ def _joined(node: fx.Node) -> Blocks | None:
     sizes = [int(shape_of_node(part)[dim]) for part in parts]
     count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
     is_like = len({part.meta["val"].dtype for part in parts}) == 1
-    return Blocks(dim, count, sizes[0]) if is_like and count >= FEWEST else None
+    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST else None
 
 
 def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:

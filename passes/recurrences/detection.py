@@ -277,8 +277,8 @@ class _Family:
         together: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
-                sources = {s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True)}
-                others = {self._root(source) for source in sources if source in self.component} & groups.keys()
+                sources = dict.fromkeys(s for node in nodes for s in node.all_input_nodes if self._is_of(s, forward=True))
+                others = [*dict.fromkeys(self._root(s) for s in sources if s in self.component and self._root(s) in groups)]
                 for other in others or self._that_reads_the_same(nodes, groups):
                     if together[other] is not together[root]:
                         together[root] += together[other]

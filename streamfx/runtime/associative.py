@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from streamfx.ir.recurrence import TreePlan
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.structure import structure
+from streamfx.runtime.reached import Reach, reach_of
 from streamfx.runtime.recurrences import Recurrence
 from streamfx.runtime.trees import Blocks, Rows, levels_behind, pulled_back, scanned
 from streamfx.torch_private.autograd import recorded_inside_operators
@@ -28,6 +29,7 @@ _library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, T
 # -- functions that combine two rows
 
 COMBINES: dict[int, Callable[..., Sequence[Tensor]]] = {}  # (*left, *right, *given) -> rows, of many at once
+REACHES: dict[int, Reach] = {}  # what they make of what
 
 
 def known_combine(graph: fx.Graph, given: int) -> int:
@@ -36,6 +38,7 @@ def known_combine(graph: fx.Graph, given: int) -> int:
     number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
     one = fx.GraphModule(torch.nn.Module(), graph).forward
     rows = len(graph.find_nodes(op="placeholder")) - given
+    REACHES.setdefault(number, reach_of(graph, one, given))
     COMBINES.setdefault(number, one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given)))
     return number
 
@@ -107,7 +110,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     values, count = ctx.saved_tensors, ctx.rows
     made = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
-    own = [each if value.is_floating_point() or value.is_complex() else None for each, value in zip(made, values, strict=True)]
+    present = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    reached = REACHES[ctx.combine].reached(present, len(values[0]))
+    own = [
+        each if number in reached and (value.is_floating_point() or value.is_complex()) else None
+        for number, (each, value) in enumerate(zip(made, values, strict=True))
+    ]
     return own[:count], own[count:], None
 
 

@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 FOUND, WRITTEN = "passes/canonicalization/blocks_of_rows.py", "passes/canonicalization/written_blocks.py"
 CUT, STEPS = "passes/recurrences/cut_rows.py", "passes/recurrences/detection.py"
+PARTS, ODD = "passes/recurrences/cut_blocks.py", "test_cut_blocks.py::test_blocks_that_are_odd"
 OF_ROWS, LOOPS = "test_cut_rows.py", "test_loops_over_blocks.py"
 
 
@@ -162,5 +163,30 @@ ROWS = (
         "in others or self._that_reads_the_same(nodes, groups):",
         "in others:",
         (f"{LOOPS}::test_rows_that_a_loop_goes_back_through",),
+    ),
+    Mutation("blocks", "blocks of no rows are blocks", PARTS, " and sizes[0] > 0 and", " and", (ODD,)),
+    Mutation(
+        "blocks",
+        "what is made behind a loop belongs to its last step",
+        STEPS,
+        "self.step and source not in behind)",
+        "self.step)",
+        ("test_cut_blocks.py::test_loops_over_blocks_stream",),
+    ),
+    Mutation(
+        "blocks",
+        "steps are given rows of the sequence that are no rows of theirs",
+        "passes/recurrences/plans.py",
+        "if 4 * sum(map(self._is_of_sequence, self._given_to_one_step())) > self.pair.length:",
+        "if False:",
+        ("test_cut_blocks.py::test_blocks_that_overlap_stay_as_they_are",),
+    ),
+    Mutation(
+        "blocks",
+        "what no loop takes stays as it was written for loops",
+        PARTS,
+        "            if node.target is aten.select.int and node.args[1] == own.dim:\n",
+        "            if False:\n",
+        ("test_cut_blocks.py::test_what_no_loop_takes_is_put_back",),
     ),
 )

@@ -8,7 +8,7 @@ READ, FIND = "passes/recurrences/decays.py", "passes/recurrences/block_products.
 PROVEN, RUN = "passes/canonicalization/decayed_sums.py", "streamfx/runtime/decayed_sums.py"
 OTHERS = "test_decayed_sums.py::test_what_only_looks_like_one"
 STREAMS = "test_decayed_sums.py::test_blocks_hand_on_what_is_left"
-OPERATOR = "test_decayed_sums.py::test_the_operator_is_the_product"
+OPERATOR = "test_decayed_operator.py::test_the_operator_is_the_product"
 
 
 def fault(what: str, file: str, before: str, after: str, *tests: str) -> Mutation:
@@ -112,7 +112,14 @@ ROWS = (
         '.of(call.arguments["decays"]).high < 0:',
         "test_decayed_sums.py::test_what_may_grow_is_summed_in_one_piece",
     ),
-    fault("chunks begin with nothing", RUN, "sums += started", "started", OPERATOR),
+    fault("chunks begin with nothing", RUN, "        sums += (", "        (", OPERATOR),
+    fault(
+        "what nothing is left of has a gradient",
+        RUN,
+        "weights[..., :1] = 0  #",
+        "pass  #",
+        "test_decayed_sums.py::test_the_first_decay_is_in_no_weight",
+    ),
     fault("a decay is part of its own row's weight", RUN, ".flip(-2).tril(-1).sum(-1)", ".flip(-2).tril(0).sum(-1)", OPERATOR),
     fault("the last sum has no gradient", RUN, "drows += inner[..., -1:, :].mT * dlast", "pass", OPERATOR),
 )

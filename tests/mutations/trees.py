@@ -81,4 +81,11 @@ ROWS = (
         "pass",
         BACK,
     ),
+    fault(
+        "leaves that reach no loss have gradients of zeros",
+        RUN,
+        "each if number in reached and (",
+        "each if (",
+        "test_associative_scans.py::test_a_leaf_that_reaches_no_loss_has_no_gradient",
+    ),
 )

@@ -26,7 +26,7 @@ rules, gated and Kimi's, work on blocks of 64 rows: where these cannot be smalle
   are no rows of the sequence, or blocks of its rows.
 - *whole*: what runs in one piece, and why. The result is exact all the same. A graph that is given one row has nothing to cut.
 - Loops over blocks of rows are traced block by block. xlstm's, of which 43 rows have five, and three rows behind them, is one
-  operator for any number of blocks; minimax, with three here, keeps some operators whole over more than 24.
+  operator for any number of blocks; so is minimax's, if there are three whole blocks.
 - What is made of no rows, such as tables of positions times a weight, is made once, outside of loops: the rest of a share that is
   below 100 % where nothing runs whole.
 
