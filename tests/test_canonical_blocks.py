@@ -127,6 +127,13 @@ CASES = {
     "rows of both paddings": Case(lambda a, b: padded(a, b)[:, 4:8], G, changes=False),
     "rows of paddings that overlap": Case(lambda a, b: padded(a, b, 8)[:, 5:7], G, changes=False),
     "rows that both are added to": Case(lambda a, b: padded(a, b, 8)[:, 6:8], G, changes=False),
+    "rows beside padded columns": Case(
+        lambda a, b: (
+            aten.slice_backward(a[:, :1], [2, 12, 2], 1, 0, 1, 1) + aten.slice_backward(b[:, :, 1:], [2, 12, 2], 2, 1, 2, 1)
+        )[:, :1],
+        G,
+        changes=False,
+    ),
     "columns of a sum of paddings": Case(lambda a, b: padded(a, b)[:, :, 1:], G, changes=False),
     "rows of a difference of paddings": Case(
         lambda a, b: torch.add(put(a, 0, 6), put(b, 6, 12), alpha=-1)[:, 7:9], G, changes=False

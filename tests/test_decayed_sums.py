@@ -241,6 +241,14 @@ def of_bits(m: Mixed, x: Tensor) -> Tensor:
     return m.out(repeated.cumsum(-2).masked_fill(turned, -torch.inf).exp() @ x)
 
 
+def of_all_heads(m: Mixed, x: Tensor) -> Tensor:
+    """One decay for all heads, repeated for each of them as it is for the columns."""
+    b, n, w = x.shape
+    repeated = -F.softplus(m.gate(x)[..., :1]).mT.unsqueeze(-1).expand(b, 2, n, n).masked_fill(~kept(n, -1), 0)
+    weights = repeated.cumsum(-2).masked_fill(~kept(n), -torch.inf).exp()
+    return m.out((weights @ x.view(b, n, 2, w // 2).transpose(1, 2)).transpose(1, 2).reshape(b, n, w))
+
+
 OTHERS: dict[str, Mixer] = {
     "a row more in each sum": totalled(lambda x: segment_sums(x, strict=0)),
     "a row less in each sum": totalled(lambda x: segment_sums(x, strict=-2)),
@@ -266,6 +274,7 @@ OTHERS: dict[str, Mixer] = {
     "decays in columns": of_columns,
     "the other way round": backwards,
     "another order in memory": turned_in_memory,
+    "one decay for all heads": of_all_heads,
 }
 
 

@@ -90,13 +90,6 @@ ROWS = (
         'name == "invert"',
         f"{OTHERS}[a triangle of numbers whose bits are turned]",
     ),
-    fault(
-        "what is repeated is its source",
-        READ,
-        "any(own[place] != size for place, size in _of_source(known.dims, shape))",
-        "False",
-        "test_decayed_sums.py::test_what_is_repeated_before",
-    ),
     fault("any number in front is zero", FIND, "or apart[2] in (None, 0))", "or True)", f"{STREAMS}[behind_a_number]"),
     fault(
         "a decay that is in no weight has no gradient",
