@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from streamfx.ir.joint import joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.analysis.members import MOST_PARTS
 from streamfx.passes.recurrences.cut_blocks import cut_blocks, put_back
@@ -149,7 +150,7 @@ def rewritten(function: Callable[[Tensor], Tensor], x: Tensor, goes_back: bool) 
     for node, copy in zip(before.graph.nodes, graph.nodes, strict=True):
         copy.meta = dict(node.meta)
     writer = GraphWriter(graph)
-    blocks = cut_blocks(graph, writer)
+    blocks = cut_blocks(joint_graph(graph, 1, 1), writer)
     if goes_back:
         put_back(blocks, graph, writer)
     graph.eliminate_dead_code()

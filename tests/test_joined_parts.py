@@ -83,8 +83,13 @@ class TrainedTables(Decoder):
 
 
 @pytest.mark.parametrize("length", only([22], [12, 19, 22]))
+def test_a_loop_over_blocks_that_read_one_table(length: int) -> None:
+    compare(Tables().double(), batch(length), also=(1, 7, 64))
+
+
+@pytest.mark.parametrize("length", only([11], [10, 11]))
 def test_blocks_that_read_one_table(length: int) -> None:
-    """Each block has an axis of its own, though all are multiplied by the same numbers."""
+    """Two blocks are no loop. Each has an axis of its own, though all are multiplied by the same numbers."""
     report = compare(Tables().double(), batch(length), also=(1, 7, 64))
     axes = known(report.facts[0].found_axes)
     joins = [node for node in axes.signatures if node.target is torch.ops.aten.cat.default and stands_in_place(node, axes)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -302,6 +302,13 @@ def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
     inputs = (node for node in joint.inputs if is_tensor(node) and not _is_parameter_like(node, joint))
     return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
+
+
+def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
+    """Whether a dimension of a value is one of features, along which weights are contracted, or has any of these."""
+    axes = axes_of(joint)
+    found = _feature_axes(joint, axes)
+    return lambda node, dim: not found.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
 
 
 def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:

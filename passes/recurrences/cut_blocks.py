@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
+from streamfx.ir.joint import JointGraph, bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
+from streamfx.passes.analysis.axes import widths
 from streamfx.passes.canonicalization.blocks_of_rows import is_fixed, sliced_rows
 from streamfx.passes.recurrences.cut_rows import is_plain_sum
+from streamfx.passes.recurrences.unrolled import FEWEST
 
 aten = torch.ops.aten
-FEWEST = 3  # blocks: as rows, see unrolled.py
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
@@ -48,12 +49,15 @@ class CutBlocks:
     joined: tuple[tuple[fx.Node, Blocks], ...]
 
 
-def cut_blocks(graph: fx.Graph, writer: GraphWriter) -> CutBlocks:
-    """Write blocks that loops cut out and join as rows of values with a dimension of blocks."""
+def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
+    """Write blocks that loops cut out and join as rows of values with a dimension of blocks; features are no rows."""
+    graph = joint.graph
     joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
     kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
     places = _places(graph) if kinds else {}
     cuts = {source: found for source, own in places.items() if (found := _cut(own, kinds))}
+    is_width = widths(joint) if cuts else None
+    cuts = {source: own for source, own in cuts.items() if is_width is not None and not is_width(source, own.dim)}
     kinds &= {(blocks.count, blocks.size) for blocks in cuts.values()}
     if not kinds:
         return CutBlocks((), ())

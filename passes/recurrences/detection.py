@@ -4,7 +4,7 @@ A loop over rows that was traced operator by operator is found again by what it 
 (`x[:, t]`), values with T rows come out. Each operator between them belongs to the last row that it depends on, or, in the
 backward half, to the first one that its cotangents come from. All of them become one operator whose rows follow one another, like
 those of a running sum: `streamfx/ir/recurrence.py`. Nothing has to be alike from row to row; what is demanded is that no row
-needs one that comes later, and that what crosses from row to row is less than the rows themselves.
+needs one that comes later, and that what crosses from row to row is less than the rows themselves; it may be nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Recurrences:
     def apply(self, facts: Facts) -> Facts:
         joint = facts.joint
         writer = GraphWriter(joint.graph)
-        blocks = cut_blocks(joint.graph, writer)
+        blocks = cut_blocks(joint, writer)
         if not any(node.target in JOINS for node in joint.graph.nodes):
             return facts
         rows = rows_of(joint.graph)
@@ -245,7 +245,9 @@ class _Family:
                 after.add(node)
         for node in reversed(self.nodes):
             if node in self.step and node not in self.component and node not in self.reads and node not in after:
-                roots = {self._root(user) if self._is_of(user, self.is_forward(node)) else None for user in node.users}
+                forward = self.is_forward(node)
+                users = [user for user in node.users if self.is_forward(user) == forward]  # the backward half takes what it needs
+                roots = {self._root(user) if self._is_of(user, forward) else None for user in users}
                 if len(roots) == 1 and None not in roots and roots <= last.keys():
                     self.component[node] = roots.pop()  # type: ignore[assignment]
 

@@ -110,6 +110,8 @@ class _Planner:
         dtype = _carry_type([*ahead, *back])
         early = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, ahead, dtype, reverse=False)
         late = self._steps(pair.backward, pair.backward_reads, pair.backward_joins, back, dtype, reverse=True)
+        if not pair.forward and not late.carried:
+            raise NoRecurrence("nothing crosses from row to row, and the forward half has them as they are")
         name = "recurrence"
         forward = self._half(name, early, None, pair.forward_joins, pair.forward) if pair.forward else None
         backward = None
