@@ -15,8 +15,6 @@ from streamfx.passes.operators.values import Values
 from streamfx.runtime.decayed_sums import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
 
 MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
-
-
 DECLARED = {DECAYED_SUMS: IN_FRONT, SUMS_BEHIND: BEHIND}
 
 

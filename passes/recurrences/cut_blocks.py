@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.ir.joint import JointGraph, bound_arguments, node_argument, shape_of_node
+from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.analysis.axes import widths
 from streamfx.passes.canonicalization.blocks_of_rows import is_fixed, sliced_rows
@@ -56,8 +56,9 @@ def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
     kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
     places = _places(graph) if kinds else {}
     cuts = {source: found for source, own in places.items() if (found := _cut(own, kinds))}
-    is_width = widths(joint) if cuts else None
-    cuts = {source: own for source, own in cuts.items() if is_width is not None and not is_width(source, own.dim)}
+    if cuts:
+        is_width = widths(joint)
+        cuts = {source: own for source, own in cuts.items() if not is_width(source, own.dim)}
     kinds &= {(blocks.count, blocks.size) for blocks in cuts.values()}
     if not kinds:
         return CutBlocks((), ())
@@ -76,7 +77,7 @@ def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
     for view, own in blocks.cut:
         for node in list(view.users) if view in left else ():
             if node.target is aten.select.int and node.args[1] == own.dim:
-                start = int(node.args[2]) * own.size  # type: ignore[arg-type]
+                start = int_argument(node, 2) * own.size
                 rows = writer.before(node).call(aten.slice.Tensor, node_argument(view), own.dim, start, start + own.size)
                 node.replace_all_uses_with(rows, propagate_meta=False)
     for view, own in blocks.joined:
@@ -108,7 +109,7 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
     dim = bound_arguments(split)["dim"] % len(shape)
     for part in split.users:
         if part.target is operator.getitem:
-            number: int = part.args[1]  # type: ignore[assignment]
+            number = int_argument(part, 1)
             start = sum(size[dim] for size in sizes[:number])
             yield (dim, start, start + sizes[number][dim]), part
 
