@@ -34,6 +34,7 @@ from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere
 from streamfx.passes.operators.opaque import LAYOUTS
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of, unpacks
 from streamfx.passes.operators.whole import RunsWhole
+from streamfx.passes.partition.early_sums import early_sums
 from streamfx.passes.partition.regions import Region, place
 from streamfx.runtime.as_traced import is_marked, unmarked
 from streamfx.runtime.offload import arrived, from_host, to_host
@@ -139,7 +140,8 @@ class _Rewriter:
                 wanted.append(node)
         if stage.gradient_in_forward:
             wanted += [node for node in stage.gradients if is_tensor(node)]
-        return list(dict.fromkeys(wanted + list(self.facts.plan.kept[self.stages.index(stage)])))
+        number = self.stages.index(stage)
+        return list(dict.fromkeys([*wanted, *self.facts.plan.kept[number], *early_sums(number, self.facts)]))
 
     def _results(self, forward: OuterBuilder) -> list[Any]:
         """What the caller gets, laid out as in the trace: code outside may view it, and AOTAutograd makes aliases of it again.

@@ -1,0 +1,49 @@
+"""What the backward half takes of all rows of the forward half, and is known before any gradient: one row, or a sum of rows.
+
+    k = norm(x) @ w        the last of many blocks hands on a gradient that is made of its own row of k, and the loop
+    row = k[:, :, n]       that goes back through the other blocks begins with it
+
+Made in the backward half such a row asks for a loop over all rows of its own, which makes `k` again and stores what the next
+loop needs of it. The forward loop has `k` at hand, and a row takes little to keep.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import is_tensor
+from streamfx.ir.stage import Stage
+from streamfx.passes.operators.traits import is_expensive, is_random, producer_of
+
+
+def early_sums(number: int, facts: Facts) -> list[fx.Node]:
+    """Those of a stage's backward stretch that its forward loops make on the way: of rows alone, without another product."""
+    stage = facts.stages[number]
+    if stage.gradient_in_forward:
+        return []
+    rows = {node for node in _given(stage, facts.stages[:number]) if _has_form(node, Form.ROWS, facts)}
+    sums: list[fx.Node] = []
+    for node in stage.backward:
+        sources = [source for source in node.all_input_nodes if is_tensor(source) and not _is_at_hand(source, facts)]
+        if not sources or not rows.issuperset(sources) or is_expensive(node) or is_random(producer_of(node)):
+            continue
+        if _has_form(node, Form.ROWS, facts):
+            rows.add(node)
+        elif _has_form(node, Form.SUM, facts):
+            sums.append(node)
+    return sums
+
+
+def _given(stage: Stage, earlier: tuple[Stage, ...]) -> list[fx.Node]:
+    """What the forward loops of a stage make, and what they get from those before."""
+    return [*stage.forward, *(node for other in earlier for node in other.outputs)]
+
+
+def _has_form(node: fx.Node, form: Form, facts: Facts) -> bool:
+    return is_tensor(node) and node not in facts.axes.static and facts.demand.form(node) is form
+
+
+def _is_at_hand(node: fx.Node, facts: Facts) -> bool:
+    """Whether no loop makes a value, and no gradient: what is given, and what is made of positions."""
+    return node in facts.axes.static or (node in facts.joint.sources and node not in facts.joint.tangents)
