@@ -127,14 +127,15 @@ class _Cutter:
             cut = best(low, high)
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
-        return sorted({*cuts, *self.cuts_between_windows(cuts, best, live)})
+        return sorted({*cuts, *self.cuts_between_layers(cuts, best, live)})
 
-    def cuts_between_windows(
+    def cuts_between_layers(
         self, cuts: Sequence[int], best: Callable[[int, int], int | None], live: Sequence[int]
     ) -> Iterable[int]:
         """Between two operators that look at rows in front of a chunk, where as little is alive as anywhere between two of them.
 
-        A loop from the last chunk to the first has to be given such rows: without a cut those of all layers would be there.
+        A loop from the last chunk to the first has to be given such rows, and makes again what leads to them: without a cut those
+        of all layers would be there, and the last product of each layer made once more than checkpointing makes it.
         """
         windows = [i for i, node in enumerate(self.forward) if self.looks_back(node)]
         between = [(low, high - 1) for low, high in pairwise(windows)]
@@ -145,9 +146,11 @@ class _Cutter:
                 yield cut
 
     def looks_back(self, node: fx.Node) -> bool:
-        """Whether a row is made of rows in front of it, of a few: those of a convolution, or a shift."""
-        windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_streamed(node) else {}
-        return any(self.moves(node, letter, window) for letter, window in windows.items())
+        """Whether a row is made of rows in front of it: of a few (a convolution, a shift), or of all (a recurrence)."""
+        if node not in self.axes.signatures or not self.is_streamed(node):
+            return False
+        windows = self.axes.signatures[node].windows
+        return self.axes.is_running(node) or any(self.moves(node, letter, window) for letter, window in windows.items())
 
     def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
         sequence, letters = self.axes.sequence, self.axes.letters[node]
