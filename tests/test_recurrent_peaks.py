@@ -47,9 +47,9 @@ def bytes_of(model: nn.Module, form: str, length: int, chunk: int, measures: boo
     return replace(figures, measured=peak_live_bytes(lambda: compiled(**batch).backward()))
 
 
-def written(form: str, length: int, chunk: int = CHUNK, measures: bool = False) -> Bytes:
+def written(form: str, length: int, chunk: int = CHUNK, measures: bool = False, layers: int = LAYERS) -> Bytes:
     torch.manual_seed(0)
-    return bytes_of(Decoder("mamba", WRITTEN[form], LAYERS), form, length, chunk, measures)
+    return bytes_of(Decoder("mamba", WRITTEN[form], layers), form, length, chunk, measures)
 
 
 def per_chunk(many: Bytes, few: Bytes, name: str) -> float:
@@ -57,16 +57,17 @@ def per_chunk(many: Bytes, few: Bytes, name: str) -> float:
 
 
 @pytest.mark.parametrize("form", only(["operator"], WRITTEN))
-def test_the_peak_grows_by_one_state_per_chunk(form: str) -> None:
-    """Beyond rows of one residual stream, of which a longer sequence has more."""
-    few, many = (written(form, count * CHUNK, measures=True) for count in (FEW, MANY))
-    (state,) = many.states
-    assert few.states == many.states
-    states, rows = LAYERS * state, BATCH * CHUNK * WIDTH * NUMBER
-    for name in ("predicted", "measured", "kept"):
-        grown = per_chunk(many, few, name)
-        assert states <= grown <= states + rows, (name, grown, states, rows)
-    assert per_chunk(many, few, "eager") > 1.5 * (states + rows)
+def test_with_each_layer_the_peak_grows_by_one_state_per_chunk(form: str) -> None:
+    """Beyond the rows of one residual stream, of which a longer sequence has more."""
+    grown = []
+    for layers in (LAYERS, LAYERS + 1):
+        few, many = (written(form, count * CHUNK, measures=True, layers=layers) for count in (FEW, MANY))
+        assert few.states == many.states
+        grown.append({name: per_chunk(many, few, name) for name in ("predicted", "measured", "kept", "eager")})
+    (state,), rows = many.states, BATCH * CHUNK * WIDTH * NUMBER
+    more = {name: bytes_of_layer - grown[0][name] for name, bytes_of_layer in grown[1].items()}
+    assert more.pop("eager") > 1.5 * (state + rows)
+    assert all(state <= own <= state + rows for own in more.values()), (more, state, rows)
 
 
 @pytest.mark.long
