@@ -52,6 +52,28 @@ class SplitHeads(CutHeads):
     cut = staticmethod(split)
 
 
+class BehindHeads(Heads):
+    """Rows see what is before their block alone: nobody reads the last block's keys."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        for a, b, c in split(q, k, v):
+            made.append(a @ state)
+            state = (0.9 * state + b.mT @ c).tanh()
+        return torch.cat(made, 2)
+
+
+class FirstHeads(Heads):
+    """There is no state in front of the first block, whose queries nobody reads."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, made = None, []
+        for a, b, c in sliced(q, k, v):
+            made.append(c if state is None else c + a @ state)
+            state = b.mT @ c if state is None else (0.9 * state + b.mT @ c).tanh()
+        return torch.cat(made, 2)
+
+
 class LocalHeads(Heads):
     """Attention inside of blocks: nothing goes from one to the next."""
 
@@ -85,7 +107,7 @@ def loops_of(report: Report) -> int:
 
 
 @pytest.mark.parametrize("length", only([24, 26], [12, 13, 15, 20, 24, 26, 27, 40]))
-@pytest.mark.parametrize("heads", [CutHeads, SplitHeads, LocalHeads])
+@pytest.mark.parametrize("heads", [CutHeads, SplitHeads, BehindHeads, FirstHeads, LocalHeads])
 def test_loops_over_blocks_stream(heads: type[Heads], length: int) -> None:
     """Each is one operator per half, whatever is left behind the last block."""
     assert loops_of(compared(heads, length)) == 2 * LAYERS

@@ -4,7 +4,8 @@
     cat([a, b, c, rest], 1)                         ->   cat([stack([a, b, c], 1).view(b, 12), rest], 1)
     slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: what autograd makes of the first line
 
-It is written so where as many blocks of one size are cut out as are joined. What no recurrence takes is written back.
+It is written so where as many blocks of one size are cut out as are joined, or all but the first or the last: nobody asks for the
+state behind the last block, nor for what that alone is made of. What no recurrence takes is written back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -55,7 +57,7 @@ def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
     joins = {node: blocks for node in graph.find_nodes(op="call_function", target=aten.cat.default) if (blocks := _joined(node))}
     kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
     places = _places(graph) if kinds else {}
-    cuts = {source: found for source, own in places.items() if (found := _cut(own, kinds))}
+    cuts = {source: found for source, own in places.items() if (found := _cut(own, shape_of_node(source), kinds))}
     if cuts:
         is_width = widths(joint)
         cuts = {source: own for source, own in cuts.items() if not is_width(source, own.dim)}
@@ -114,11 +116,12 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
             yield (dim, start, start + sizes[number][dim]), part
 
 
-def _cut(places: Collection[tuple[int, int, int]], kinds: Collection[tuple[int, int]]) -> Blocks | None:
-    """Blocks of one of these kinds, all of which are cut out."""
+def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
+    """Blocks of one of these kinds that a value of this shape has, and all of which are cut out, but for one at an end perhaps."""
     for dim in sorted({dim for dim, _, _ in places}):
         for count, size in sorted(kinds, reverse=True):
-            if all((dim, number * size, number * size + size) in places for number in range(count)):
+            missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
+            if missing in ([], [0], [count - 1]) and count * size <= shape[dim]:
                 return Blocks(dim, count, size)
     return None
 
@@ -134,7 +137,7 @@ def _cut_out(
     view = writer.call(aten.view.default, rows, in_blocks)
     for number in range(blocks.count):
         start = number * blocks.size
-        for node in places[blocks.dim, start, start + blocks.size]:
+        for node in places.get((blocks.dim, start, start + blocks.size), ()):
             block = writer.before(node).call(aten.select.int, view, blocks.dim, number)
             node.replace_all_uses_with(block, propagate_meta=False)
     for place, nodes in places.items():  # what a split leaves behind the blocks
@@ -171,10 +174,14 @@ def _join(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: Grap
     return view
 
 
-def _stacked(values: Sequence[fx.Node], blocks: Blocks, writer: GraphWriter) -> fx.Node:
-    shape = [int(size) for size in shape_of_node(values[0])]
-    shape[blocks.dim] = blocks.rows
-    return writer.call(aten.view.default, writer.call(aten.stack.default, list(values), blocks.dim), shape)
+def _stacked(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
+    """Blocks one behind the other, zeros where there is none."""
+    own = next(value.meta["val"] for value in values if value is not None)
+    shape = [int(size) for size in own.shape]
+    is_short = None in values
+    zeros = writer.call(aten.full.default, shape, 0, dtype=own.dtype, device=own.device) if is_short else None
+    stacked = writer.call(aten.stack.default, [zeros if value is None else value for value in values], blocks.dim)
+    return writer.call(aten.view.default, stacked, [*shape[: blocks.dim], blocks.rows, *shape[blocks.dim + 1 :]])
 
 
 # -- gradients of what is cut out
@@ -193,7 +200,7 @@ def _joined_gradients(graph: fx.Graph, kinds: Collection[tuple[int, int]], write
         is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in parts and user.target is aten.add.Tensor
         if node.target is aten.add.Tensor and not is_summand:
             padded, others = _summands(node, parts)
-            blocks = _cut(padded, kinds)
+            blocks = _cut(padded, shape_of_node(node), kinds)
             if blocks is not None:
                 found += _join_gradients(node, blocks, padded, others, order, writer)
     return found
@@ -223,14 +230,16 @@ def _join_gradients(
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Several gradients of a block come from several loops, one after the other."""
+    """Several gradients of a block come from several loops, one after the other; that of a block which is not cut out is zeros."""
     places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
-    rounds = [sorted(padded[place], key=order.__getitem__) for place in places]
-    if len({len(own) for own in rounds}) != 1:
+    rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]
+    counts = {len(own) for own in rounds if own}
+    if len(counts) != 1:
         return []
     shape = list(node.meta["val"].shape)
     writer.before(node)
-    views = [_stacked([node_argument(part) for part in values], blocks, writer) for values in zip(*rounds, strict=True)]
+    rows = [[node_argument(own[number]) if own else None for own in rounds] for number in range(counts.pop())]
+    views = [_stacked(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)
     terms = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)

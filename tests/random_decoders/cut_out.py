@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _STARTED = ("d, o, m = x.shape[-1], [], x.new_zeros(len(x))", "s = x.new_zeros(len(x), d, d)")
 _LOOP, _SPLIT = "for i in range(0, t, 3):", "for i, y in enumerate(x.split(3, 1)):"
+_TWO = "for y, z in zip(x.split(3, 1), x.cos().split(3, 1), strict=True):"
 _BLOCK, _NEXT = "    y = x[:, i : i + 3]", "    s = 0.5 * s.sin() + y.mT @ y.cos()"
 _MADE = "    o.append(y @ s + (y @ y.mT).tril() @ y.sin())"
 _JOINED = "torch.cat(o, 1) * x"
@@ -56,6 +57,16 @@ CUT_OUT: dict[str, tuple[str, ...]] = {
         (
             "numbers from block to block",
             _loop("    m = torch.maximum(0.9 * m, y.sum((1, 2)))", "    o.append(y * m[:, None, None])"),
+            _JOINED,
+        ),
+        (
+            "a last block nobody reads",
+            (_TWO, "    o.append(y @ s)", "    s = 0.5 * s.sin() + z.mT @ z"),
+            _JOINED,
+        ),
+        (
+            "a first block nobody reads",
+            (_TWO, "    o.append(z if not o else z + y @ s)", "    s = 0.5 * s.sin() + z.mT @ z"),
             _JOINED,
         ),
         ("single rows cut out", ("for i in range(t):", "    y = x[:, i : i + 1]", _MADE, _NEXT), _JOINED),
