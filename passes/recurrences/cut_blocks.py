@@ -117,7 +117,7 @@ def _parts(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
 
 
 def _cut(places: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]) -> Blocks | None:
-    """Blocks of one of these kinds that a value of this shape has, and all of which are cut out, but for one at an end perhaps."""
+    """Blocks of one of these kinds that a value of this shape has, and all cut out, but for one at an end perhaps."""
     for dim in sorted({dim for dim, _, _ in places}):
         for count, size in sorted(kinds, reverse=True):
             missing = [number for number in range(count) if (dim, number * size, number * size + size) not in places]
@@ -230,7 +230,7 @@ def _join_gradients(
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Several gradients of a block come from several loops, one after the other; that of a block which is not cut out is zeros."""
+    """Several gradients of a block come from several loops, one after the other; where a block is not cut out, zeros."""
     places = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
     rounds = [sorted(padded.get(place, ()), key=order.__getitem__) for place in places]
     counts = {len(own) for own in rounds if own}
