@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from torch import fx
 
+from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.traits import is_expensive, is_random, producer_of
+from streamfx.passes.partition.values import NOT_IN_LOOPS
 
 
 def early_sums(number: int, facts: Facts) -> list[fx.Node]:
-    """Those of a stage's backward stretch that its forward loops make on the way: of rows alone, without another product."""
+    """Those of a stage's backward stretch that its forward loops make on the way: of rows alone, without another product.
+
+    Only what a loop of the backward half waits for, and what is shorter by half than the rows that it is made of.
+    """
     stage = facts.stages[number]
     if stage.gradient_in_forward:
         return []
@@ -26,11 +31,11 @@ def early_sums(number: int, facts: Facts) -> list[fx.Node]:
     sums: list[fx.Node] = []
     for node in stage.backward:
         sources = [source for source in node.all_input_nodes if is_tensor(source) and not _is_at_hand(source, facts)]
-        if not sources or not rows.issuperset(sources) or is_expensive(node) or is_random(producer_of(node)):
+        if not sources or not rows.issuperset(sources) or not _is_on_the_way(node, facts):
             continue
         if _has_form(node, Form.ROWS, facts):
             rows.add(node)
-        elif _has_form(node, Form.SUM, facts):
+        elif _has_form(node, Form.SUM, facts) and _is_short(node, sources) and _is_waited_for(node, stage, facts):
             sums.append(node)
     return sums
 
@@ -47,3 +52,27 @@ def _has_form(node: fx.Node, form: Form, facts: Facts) -> bool:
 def _is_at_hand(node: fx.Node, facts: Facts) -> bool:
     """Whether no loop makes a value, and no gradient: what is given, and what is made of positions."""
     return node in facts.axes.static or (node in facts.joint.sources and node not in facts.joint.tangents)
+
+
+def _is_on_the_way(node: fx.Node, facts: Facts) -> bool:
+    """Whether a loop from the first row to the last makes a value with each chunk, and without a product."""
+    producer = producer_of(node)
+    return not (is_expensive(node) or is_random(producer) or facts.axes.is_running(producer))
+
+
+def _is_short(node: fx.Node, sources: list[fx.Node]) -> bool:
+    return 2 * bytes_like(node.meta["val"]) <= min(bytes_like(source.meta["val"]) for source in sources)
+
+
+def _is_waited_for(node: fx.Node, stage: Stage, facts: Facts) -> bool:
+    """Whether something in a loop of the backward stretch is made of a value, or of what is made of it between loops."""
+    own, todo, seen = set(stage.backward), [node], set[fx.Node]()
+    while todo:
+        for user in todo.pop().users:
+            if user not in own or user in seen:
+                continue
+            if any(form not in NOT_IN_LOOPS for form in facts.demand.forms.get(user, ())):
+                return True
+            seen.add(user)
+            todo.append(user)
+    return False

@@ -127,30 +127,38 @@ class _Cutter:
             cut = best(low, high)
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
-        return sorted({*cuts, *self.cuts_between_layers(cuts, best, live)})
+        # first among operators of the one kind: a narrow running sum beside the layers may have the least of all
+        layers = self.cuts_between_layers(self.looks_back, cuts, best, live)
+        return self.cuts_between_layers(self.looks_or_runs_back, layers, best, live)
 
     def cuts_between_layers(
-        self, cuts: Sequence[int], best: Callable[[int, int], int | None], live: Sequence[int]
-    ) -> Iterable[int]:
-        """Between two operators that look at rows in front of a chunk, where as little is alive as anywhere between two of them.
+        self,
+        looks: Callable[[fx.Node], bool],
+        cuts: Sequence[int],
+        best: Callable[[int, int], int | None],
+        live: Sequence[int],
+    ) -> list[int]:
+        """These cuts, and others between two operators that look at rows in front of their own, where as little is alive as
+        anywhere between two of these.
 
         A loop from the last chunk to the first has to be given such rows, and makes again what leads to them: without a cut those
         of all layers would be there, and the last product of each layer made once more than checkpointing makes it.
         """
-        windows = [i for i, node in enumerate(self.forward) if self.looks_back(node)]
+        windows = [i for i, node in enumerate(self.forward) if looks(node)]
         between = [(low, high - 1) for low, high in pairwise(windows)]
-        found = [cut for low, high in between if (cut := best(low, high)) is not None]
-        least = min((live[cut] for cut in found), default=0)
-        for (low, high), cut in ((pair, best(*pair)) for pair in between):
-            if cut is not None and live[cut] == least and not any(low <= other <= high for other in cuts):
-                yield cut
+        found = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
+        least = min((live[cut] for _, _, cut in found), default=0)
+        new = [cut for low, high, cut in found if live[cut] == least and not any(low <= other <= high for other in cuts)]
+        return sorted({*cuts, *new})
 
     def looks_back(self, node: fx.Node) -> bool:
-        """Whether a row is made of rows in front of it: of a few (a convolution, a shift), or of all (a recurrence)."""
-        if node not in self.axes.signatures or not self.is_streamed(node):
-            return False
-        windows = self.axes.signatures[node].windows
-        return self.axes.is_running(node) or any(self.moves(node, letter, window) for letter, window in windows.items())
+        """Whether a row is made of rows in front of it, of a few: those of a convolution, or a shift."""
+        windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_streamed(node) else {}
+        return any(self.moves(node, letter, window) for letter, window in windows.items())
+
+    def looks_or_runs_back(self, node: fx.Node) -> bool:
+        """Whether a row is made of rows in front of it, of a few or of all: a recurrence's, too."""
+        return self.looks_back(node) or (self.axes.is_running(node) and self.is_streamed(node))
 
     def moves(self, node: fx.Node, letter: Letter, window: Window) -> bool:
         sequence, letters = self.axes.sequence, self.axes.letters[node]
