@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import streamfx
+from streamfx.passes.partition.early_sums import early_sums
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.recurrent import BATCH
@@ -30,3 +35,60 @@ def test_states_of_blocks_go_back_in_one_loop(blocks: int) -> None:
     found = streamfx.explain(model, **batch, chunk_size=BLOCK, loss_chunk_size=BLOCK).summary()
     assert [stage["loops"] for stage in found["stages"]] == [2] * LAYERS + [1]
     assert found["flops"] <= found["checkpointing_flops"]
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient is scaled by a sum of what comes behind each row, and that of its weight by a table of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (given,), (x, weight) = gradients, ctx.saved_tensors
+        behind = (x.flip(1).cumsum(1).flip(1).sin() * x).sum(1, keepdim=True)
+        places = (x[..., 0].flatten() * 100).abs().long() % 512
+        table = x.new_zeros(512, x.shape[-1]).index_add(0, places, x.flatten(0, 1))
+        return given * weight * behind, (given * x).sum((0, 1)) * table.square().mean(0)
+
+
+class Convolved(nn.Module):
+    """Convolutions one behind the other, and a loss with a running sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.weight = nn.Parameter(torch.randn(8))
+        self.layers = nn.ModuleList(nn.Conv1d(8, 8, 4) for _ in range(3))
+
+    def mixed(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x + layer(F.pad(x.mT, (3, 0))).mT.sin()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = self.mixed(layer, x)
+        losses = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(ids).cumsum(1).mean()
+
+
+class ScaledConvolved(Convolved):
+    def mixed(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return super().mixed(layer, Scaled.apply(x, self.weight))
+
+
+@pytest.mark.parametrize("made", [Convolved, ScaledConvolved])
+def test_each_layer_is_a_stage_whatever_the_loss_sums(made: type[Convolved]) -> None:
+    """A running sum of losses has less alive beside it than there is between layers. A sum of what runs back through the rows is
+    no sum that a forward loop makes on the way, and a table that no loop waits for is not kept.
+    """
+    model = decoders.made(made)
+    ids = layouts.tokens(VOCABULARY, BATCH, 24, 0)
+    compare(model, {"ids": ids, "labels": ids}, chunk_size=8, also=(1, 5))
+    explained = streamfx.explain(model, ids, ids, chunk_size=8)
+    (facts,) = (graph.facts for graph in explained.call.graphs)
+    assert not any(early_sums(number, facts) for number in range(len(facts.stages)))
+    loops = [stage["loops"] for stage in explained.summary()["stages"]]
+    assert len(loops) > len(model.layers) and max(loops) <= 5, loops

@@ -54,6 +54,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "buffers": (2, 3, 6, 9, 14),
     "alone": (101, 7),
     "cut out": (0, 1),
+    "known early": (0, 1),
 }
 
 

@@ -232,34 +232,6 @@ LOOKED_UP: dict[str, tuple[str, ...]] = {  # what is zero where a key is hidden,
         "rows of a table by pairs and shares": "(self.square[n] * (at <= at[:, None])[..., None]).sum(2)",
     }.items()
 }
-_FUNCTION = """
-class {name}(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        {forward}
-
-    @staticmethod
-    def backward(ctx, g):
-        {backward}
-
-
-"""
-_REPEATED = "return x[:, :, None].expand(*x.shape[:2], 2, *x.shape[2:]).reshape(x.shape[0], 4, *x.shape[2:])"
-FUNCTIONS = {
-    "Odd": _FUNCTION.format(
-        name="Odd",
-        forward="y = torch.tanh(x)\n        ctx.save_for_backward(y)\n        return y",
-        backward="return torch._softmax_backward_data(g, ctx.saved_tensors[0], -1, g.dtype)",
-    ),
-    "Repeat": _FUNCTION.format(
-        name="Repeat", forward=_REPEATED, backward="return g.reshape(g.shape[0], 2, 2, *g.shape[2:]).sum(2)"
-    ),
-    "Mixed": _FUNCTION.format(
-        name="Mixed",
-        forward=_REPEATED,
-        backward="return g.reshape(g.shape[0], 1, 4, *g.shape[2:]).sum(2).expand(g.shape[0], 2, *g.shape[2:])",
-    ),
-}
 # how many rows each expert has, and by what rows are sorted
 COUNTS = {
     "plain": "ends = torch.histc(group.float(), {n}, 0, {n} - 1).cumsum(0).to(torch.int32)",

@@ -31,6 +31,7 @@ from tests.random_decoders.extras import (
     SHIFTED,
 )
 from tests.random_decoders.hidden import FILLS
+from tests.random_decoders.known_early import KNOWN_EARLY
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.mixed import MIXES
 from tests.random_decoders.orders import ORDERS
@@ -252,6 +253,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "buffers": partial(_beside, extras=BUFFERS),
     "alone": _alone,
     "cut out": _cut_out,
+    "known early": partial(_beside, extras=KNOWN_EARLY),
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -283,6 +285,7 @@ OFTEN = (
     "buffers",
     "alone",
     "cut out",
+    "known early",
 )
 
 

@@ -6,7 +6,9 @@ import re
 
 from tests.random_decoders.bends import BEND, BENDS
 from tests.random_decoders.blocks import STATEFUL, block
-from tests.random_decoders.extras import FEATURES, FUNCTIONS, LINES, PARAMETERS
+from tests.random_decoders.extras import FEATURES, LINES, PARAMETERS
+from tests.random_decoders.functions import FUNCTIONS
+from tests.random_decoders.known_early import KNOWN
 from tests.random_decoders.losses import head, loss
 from tests.random_decoders.specification import Decoder
 from tests.random_decoders.writer import Writer
@@ -116,7 +118,7 @@ def _imports(text: str) -> str:
 
 def _functions(decoder: Decoder, lines: list[str]) -> str:
     """Functions with gradients of their own that the lines call."""
-    called = {name: text for name, text in FUNCTIONS.items() if f"{name}.apply" in "\n".join(lines)}
+    called = {name: text for name, text in {**FUNCTIONS, **KNOWN}.items() if f"{name}.apply" in "\n".join(lines)}
     return "".join(called.values()) + (BEND.format(gradient=BENDS[decoder.bend]) if decoder.bend != "none" else "")
 
 
