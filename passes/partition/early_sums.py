@@ -51,7 +51,7 @@ def _has_form(node: fx.Node, form: Form, facts: Facts) -> bool:
 
 def _is_at_hand(node: fx.Node, facts: Facts) -> bool:
     """Whether no loop makes a value, and no gradient: what is given, and what is made of positions."""
-    return node in facts.axes.static or (node in facts.joint.sources and node not in facts.joint.tangents)
+    return node in facts.axes.static or (node.op != "call_function" and node not in facts.joint.tangents)
 
 
 def _is_on_the_way(node: fx.Node, facts: Facts) -> bool:
