@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.fake_cuda import COMPILER, reported
+from tests.support import fake_cuda
+from tests.support.fake_cuda import COMPILER, private_folder, reported
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -114,6 +117,42 @@ def test_all_of_it_streams(name: str) -> None:
     assert found["verdicts"] == case.seen
     assert (set(found["chosen"]), set(found["kernels"])) == (case.eager, case.loops)
     assert found["loops"] and all(loop["devices"] == ["cuda:0"] for loop in found["loops"])
+
+
+def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+
+
+def open_to_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    path.chmod(0o770)
+
+
+def a_link(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = path.with_name("own")
+    own.mkdir(mode=0o700)
+    path.symlink_to(own)
+
+
+@pytest.mark.parametrize("prepare", [of_another_user, open_to_others, a_link])
+def test_no_library_is_loaded_from_a_folder_of_others(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can make a folder with a name that is known before; libraries in it would run in this user's processes."""
+    path = tmp_path / "streamfx-tests"
+    prepare(path, monkeypatch)
+    with pytest.raises(PermissionError, match=r"of user \d+ alone"):
+        private_folder(path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = fake_cuda._kept_folder("libraries")
+    assert tmp_path not in found.parents
+    assert (found.stat().st_mode & 0o777, list(found.iterdir())) == (0o700, [])
+
+
+def test_libraries_are_kept_in_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, second = (fake_cuda._kept_folder("libraries") for _ in range(2))
+    assert first == second == tmp_path / "cache/streamfx-tests/libraries"
+    assert first.stat().st_mode & 0o777 == first.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.long

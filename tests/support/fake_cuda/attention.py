@@ -32,6 +32,8 @@ class Device:
 
     def install(self) -> None:
         """Let fake tensors live on it."""
+        os.environ.pop("LD_PRELOAD", None)  # this process has the hooks; a compiler that it starts needs none
+        assert not torch.cuda.device_count(), "a real device would be used: the process that starts this one has to hide it"
         ctypes.CDLL(os.environ["FAKE_CUDA"] + "/libguard.so").install()
         torch.cuda.get_device_capability = lambda device=None: self.capability
         torch.backends.cuda.is_flash_attention_available = lambda: True

@@ -1,4 +1,5 @@
-// A device guard for CUDA that does nothing: fake tensors ask for one, and never use what it would guard.
+// A device guard for CUDA that does nothing: fake tensors ask for one, and never use the device that it would guard.
+// `install` replaces the guard of a CUDA build, which calls the driver.
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
