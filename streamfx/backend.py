@@ -52,7 +52,6 @@ from streamfx.runtime.stagewise import Chain, InStages
 from streamfx.torch_private import (
     aot_autograd,
     asked_gradients,
-    compile_whole,
     default_partition,
     given_positions,
     is_held_by_model,
@@ -65,6 +64,7 @@ from streamfx.torch_private import (
 )
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import known_as, raised_as_itself
+from streamfx.torch_private.inductor import compile_whole
 from streamfx.torch_private.sizes import pair_dimensions
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'

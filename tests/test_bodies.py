@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from streamfx.runtime import segments
-from streamfx.runtime.forms import Family, Form
+from streamfx.runtime.forms import Family, Form, any_size, single
+from streamfx.torch_private.inductor import InductorFailed, InductorMemoryError, inductor_runs
 from streamfx.torch_private.sizes import with_sizes
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
@@ -92,7 +95,7 @@ def test_what_does_not_compile_is_interpreted(
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(segments, "compile_for_sizes", fails)
-    monkeypatch.setattr(segments, "_told", [])
+    monkeypatch.setattr(segments, "_told", set())
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor")
     assert ["no compiler here" in text for text in said(caplog)] == [True]
@@ -105,11 +108,110 @@ def test_a_failure_of_ours_is_not_called_inductors(
         raise KeyError(1024)
 
     monkeypatch.setattr(segments, "shapes_for", fails)
-    monkeypatch.setattr(segments, "_told", [])
+    monkeypatch.setattr(segments, "_told", set())
     model, ids = Causal().double(), tokens(2, 11)
     compare(model, (ids, ids), chunk_size=4, bodies="inductor")
     assert "streamfx failed (KeyError: 1024; please report this)" in said(caplog)[0]
     assert "Inductor" not in said(caplog)[0]
+
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.20 GiB."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    MemoryError(),
+)
+OTHERS = (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), KeyError("memory"))
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=repr)
+def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
+    """Inductor's own errors wrap them."""
+    with pytest.raises(InductorFailed) as raised, inductor_runs():
+        raise RuntimeError("backend='inductor' raised") from error
+    assert isinstance(raised.value, InductorMemoryError) == (error in OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(1, [1]), (2, [1, 3]), (9, [1, 3, 7, 15, 31])])
+def test_a_body_is_compiled_when_memory_is_free_again(
+    failures: int,
+    attempts: list[int],
+    forms: dict[Any, list[Form]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It runs eagerly between attempts, which become rare. An attempt has two tries, the second with an empty allocator cache."""
+    tries = 0
+
+    def compiles_if_there_is_room(module: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return module.forward
+
+    monkeypatch.setattr("torch._inductor.standalone_compile", compiles_if_there_is_room)
+    monkeypatch.setattr(segments, "_told", set())
+    segment, x, found = segments.Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 3), []
+    segment._pause = segments.Pause(length=2)
+    for call in range(1, 70):
+        before = tries
+        assert torch.equal(segment(x)[0], x + 1)
+        found += [call] if tries > before else []
+    assert found == attempts
+    assert [isinstance(form.run, fx.GraphModule) for own in forms.values() for form in own] == [False]
+    assert ["memory ran out" in text for text in said(caplog)] == [True] * (failures > 1)
+
+
+def test_memory_that_runs_out_in_a_first_call_is_an_error_of_that_step(
+    forms: dict[Any, list[Form]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step runs the compiled body: nothing is left of the first one."""
+    is_short = [True]
+
+    def runs_if_there_is_room(graph: fx.GraphModule, like: int, shapes: Any) -> Any:
+        def run(*given: Any) -> Any:
+            if is_short.pop():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            is_short.append(False)
+            return graph(*given)
+
+        return run, any_size
+
+    monkeypatch.setattr(segments, "compile_for_sizes", runs_if_there_is_room)
+    model, ids = Causal().double(), tokens(2, 11)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "inductor"})(ids, ids).backward()
+    model.zero_grad()
+    is_short.append(False)
+    compare(model, (ids, ids), chunk_size=4, bodies="inductor")
+    assert forms and not any(isinstance(form.run, fx.GraphModule) for own in forms.values() for form in own)
+
+
+class Settings(CustomGraphPass):
+    """Notes Inductor's settings as it compiles a graph."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, ...]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        triton = inductor_config.triton
+        self.found.append((triton.cudagraphs, triton.autotune_at_compile_time, triton.unique_kernel_names))
+
+    def uuid(self) -> Any:
+        return None  # no cache: each graph is compiled
+
+
+@needs_compiler
+def test_settings_of_bodies() -> None:
+    """A replayed CUDA graph overwrites results of other chunks, and tuning ahead takes memory that no plan counts."""
+    noted = Settings()
+    user = {"triton.cudagraphs": True, "triton.unique_kernel_names": False, "post_grad_custom_pre_pass": noted}
+    x, family = torch.randn(4, 3), Family((1, 0, 0, 0), (0, 3, 3, 1), 0)
+    with inductor_config.patch(user):
+        for own in (family, single((4, 3, 3, 1))):
+            form = segments.compiled(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
+            assert not isinstance(form.run, fx.GraphModule)
+    assert noted.found == [(False, None, False)] * 2
 
 
 def as_number(n: Any) -> None:

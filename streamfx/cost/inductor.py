@@ -11,7 +11,7 @@ from torch import fx
 from streamfx.cost.flops import flops_of_graph
 from streamfx.ir.joint import device_of
 from streamfx.options import Options
-from streamfx.torch_private import has_compiler
+from streamfx.torch_private.inductor import has_compiler
 
 WORTH_COMPILING = 10**11  # FLOPs of a step: below this, compiling takes longer than it saves in a thousand steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamfx.errors import told
-from streamfx.torch_private import InductorFailed
+from streamfx.torch_private.inductor import InductorFailed
 
 NOT_COMPILED = (
     "a graph that fits into the memory budget as it stands is run without a compiler: %s. "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from streamfx.ir.structure import structure
@@ -27,13 +29,37 @@ from streamfx.runtime.forms import (
     wider,
 )
 from streamfx.runtime.inductor import blame
-from streamfx.torch_private import compile_for_one_size
 from streamfx.torch_private.dynamo import compiling
-from streamfx.torch_private.sizes import compile_for_sizes
+from streamfx.torch_private.inductor import InductorMemoryError, compile_for_one_size, compile_for_sizes
 
 MOST_READY = 32  # of one stretch: of lengths that come and go no more are remembered
 MOST_FORMS = 6  # of one stretch: with more shapes than that it is not compiled again
+FIRST_PAUSE = 32  # calls
 NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
+NO_MEMORY = (
+    "memory ran out while a part of a loop's body was compiled (%s). It runs eagerly until another attempt succeeds: "
+    "the result is exact, the step is slower. A smaller memory_budget or chunk_size leaves more memory free."
+)
+
+
+@dataclass
+class Pause:
+    """Calls that run eagerly after an attempt to compile has run out of memory; each pause is twice as long as the last one.
+
+    Memory that is short now may be free in another layer or step, so there is always another attempt. An attempt takes seconds,
+    so there are few of them: ten in the first 32,000 calls.
+    """
+
+    length: int = FIRST_PAUSE
+    left: int = 0
+
+    def begin(self) -> None:
+        self.left, self.length = self.length, 2 * self.length
+
+    def lasts(self) -> bool:
+        """Whether this call is a part of the pause."""
+        self.left -= self.left > 0
+        return self.left > 0
 
 
 _forms: dict[Hashable, list[Form]] = {}
@@ -54,6 +80,7 @@ class Segment:
         self.tally: Tally | None = None  # of those that are compiled for the same program
         self._seen: dict[Hashable, Numbers] = {}
         self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
+        self._pause = Pause()
 
     def __call__(self, *given: Any, several: bool = False) -> Sequence[Any]:
         lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])
@@ -66,7 +93,7 @@ class Segment:
         kinds, numbers = layout_of(inputs)
         forms = _forms.setdefault((self.structure, kinds), [])
         form = fitting(forms, numbers)
-        if form is None and len(forms) < MOST_FORMS:
+        if form is None and len(forms) < MOST_FORMS and not self._pause.lasts():
             with compiling():
                 form = fitting(forms, numbers) or self._new_form(kinds, numbers, inputs, forms, several)
                 forms += [form] if form is not None and form not in forms else []
@@ -91,24 +118,51 @@ class Segment:
             return self._compiled(family_of(first, numbers) or single(numbers), numbers, inputs)
         return self._compiled(wider(forms, numbers), numbers, inputs)
 
-    def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:
+    def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form | None:
+        """The form of a family; None if memory ran out."""
         with nullcontext() if self.tally is None else self.tally.one():
-            return compiled(self.module, family, numbers, inputs)
+            try:
+                return compiled(self.module, family, numbers, inputs)
+            except InductorMemoryError as error:
+                self._pause.begin()
+                tell(NO_MEMORY, str(error))
+                return None
 
 
 def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:
-    """A stretch compiled for a family of sizes, or for those of the family that Inductor's code holds for."""
+    """A subgraph compiled for a family of sizes, or for those of the family that Inductor's code holds for.
+
+    It runs eagerly if Inductor cannot compile it.
+
+    Raises:
+        InductorMemoryError: memory ran out, also after the allocator returned its cached memory to the driver.
+    """
     graph = graph_for(module, family, inputs)
     try:
-        if family.at is None:
-            return Form(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
-        run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
-        return Form(family, run, holds)
+        try:
+            return _form(graph, family, numbers, inputs)
+        except InductorMemoryError:
+            torch.cuda.empty_cache()  # kernels are loaded into the driver's memory, which the allocator's cache takes up
+            return _form(graph, family, numbers, inputs)
+    except InductorMemoryError:
+        raise
     except Exception as error:
-        if not _told:
-            log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
-            _told.append(True)
+        tell(NOT_COMPILED, blame(error))
         return Form(family, graph, any_size)
 
 
-_told: list[bool] = []
+def _form(graph: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> Form:
+    if family.at is None:
+        return Form(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
+    run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
+    return Form(family, run, holds)
+
+
+_told: set[str] = set()
+
+
+def tell(text: str, reason: str) -> None:
+    """Warn, inside of an `except`, that a part of a body is not compiled: once for each text."""
+    if text not in _told:
+        _told.add(text)
+        log.warning(text, reason, exc_info=log.isEnabledFor(logging.DEBUG))

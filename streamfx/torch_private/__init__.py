@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -33,8 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_leaves, tree_map  # 2.11, 2.13
 from torch.utils._sympy.printers import PythonPrinter  # 2.11, 2.13
 
-from streamfx.errors import told
-
 __all__ = [
     "AUTO_FUNCTIONALIZED",
     "DISABLED_TORCH_FUNCTION",
@@ -48,7 +44,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
-    "InductorFailed",
     "OpOverload",
     "OpOverloadPacket",
     "PythonPrinter",
@@ -56,13 +51,10 @@ __all__ = [
     "aot_autograd",
     "asked_gradients",
     "assert_true",
-    "compile_for_one_size",
-    "compile_whole",
     "default_partition",
     "dynamo_copy",
     "get_decompositions",
     "given_positions",
-    "has_compiler",
     "is_composite",
     "is_held_by_model",
     "is_sharded",
@@ -291,51 +283,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
-def has_compiler(device: str) -> bool:
-    """Whether Inductor finds what it needs to compile for a type of device (2.11, 2.13)."""
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton()) if device == "cuda" else device == "cpu" and _has_cpp_compiler()
-
-
-@functools.cache
-def _has_cpp_compiler() -> bool:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except Exception:
-        return False
-
-
-class InductorFailed(Exception):
-    """Inductor could not be loaded, or did not compile a graph; the cause says why."""
-
-
-@contextmanager
-def inductor_runs() -> Iterator[None]:
-    """What fails inside of it is Inductor's failure, and what fails elsewhere is not.
-
-    What torch uses of its own although it is deprecated is no failure, whatever the user makes of warnings (2.13: TorchScript).
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    except Exception as error:
-        raise InductorFailed(told(error)) from error
-
-
-def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
-    owned = dynamo_copy(module)[0]  # it changes what it is given
-    with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in backward
-        from torch._inductor.compile_fx import compile_fx
-
-        result: Callable[..., Any] = compile_fx(owned, inputs)
-    return result
-
-
 @contextmanager
 def tracing_undone() -> Iterator[None]:
     """What AOTAutograd notes about a graph is forgotten if an error ends it: the graph can be traced again (2.11, 2.13)."""
@@ -358,16 +305,6 @@ def while_traced(function: Callable[[], T]) -> Callable[[], T]:
             return function()
 
     return run
-
-
-def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile a graph for the shapes of `inputs`; called as f(*inputs) (2.11, 2.13)."""
-    with torch.no_grad(), no_modes(), inductor_runs():  # AOTAutograd watches a graph's first run with a mode of its own
-        from torch._inductor import standalone_compile
-
-        compiled = standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options={})
-    result: Callable[..., Any] = compiled
-    return result
 
 
 # -- looking without running

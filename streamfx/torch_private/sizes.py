@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.torch_private import Compiler, inductor_runs, no_modes
+from streamfx.torch_private import Compiler, no_modes
 
 _supposed: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_supposed", default=None)
 
@@ -85,19 +85,6 @@ def size_hint(size: Any) -> int:
 
 
 Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
-
-
-def compile_for_sizes(module: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Let Inductor compile a graph for all sizes that follow from a number: see `with_sizes` (2.11, 2.13)."""
-
-    def compiler(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with inductor_runs():
-            from torch._inductor import standalone_compile
-
-            compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
-        return compiled
-
-    return with_sizes(compiler, module, like, shapes)
 
 
 def with_sizes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 CUDA, FORMS = "streamfx/runtime/cuda_attention.py", "streamfx/runtime/forms.py"
+INDUCTOR = "streamfx/torch_private/inductor.py"
 STREAM = "test_cuda_kernels.py::test_kernels_stream"
 VIEWS = "test_results.py::test_views_of_any_length_show_eagers_rows"
 LIE = "lie = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in given])\n"
@@ -284,6 +285,22 @@ SEGMENTS = (
         " and all(_is_met(item, symbol, number) for item in conditions)",
         "",
         ("test_bodies.py::test_sizes_that_compilation_settles",),
+    ),
+    Mutation(
+        "segments",
+        "bodies take the user's CUDA graphs, and are tuned ahead on arguments of full size",
+        INDUCTOR,
+        'options = {"config_patches": dict(BODY_SETTINGS)}',
+        "options: dict[str, Any] = {}",
+        ("test_bodies.py::test_settings_of_bodies",),
+    ),
+    Mutation(
+        "segments",
+        "a body whose compilation ran out of memory runs eagerly for good",
+        INDUCTOR,
+        "(InductorMemoryError if is_out_of_memory(error) else InductorFailed)",
+        "InductorFailed",
+        ("test_bodies.py::test_a_body_is_compiled_when_memory_is_free_again",),
     ),
 )
 SHARDS = (

@@ -58,6 +58,6 @@ def interpreted() -> Iterator[dict[Any, Any]]:
         mock.patch.object(segments, "_forms", forms),
         mock.patch.object(segments, "compile_for_one_size", for_one_size),
         mock.patch.object(segments, "compile_for_sizes", for_sizes),
-        mock.patch.object(segments, "_told", []),
+        mock.patch.object(segments, "_told", set()),
     ):
         yield forms
