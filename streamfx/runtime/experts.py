@@ -25,7 +25,6 @@ from streamfx.log import log
 from streamfx.runtime import sums
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.torch_private import FakeTensor
-from streamfx.torch_private.inductor import is_out_of_memory
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor group) -> Tensor")
@@ -142,8 +141,6 @@ def _is_right(check: str, device: torch.device, *types: torch.dtype) -> bool:
     except ImportError as error:
         found = f"Triton is missing ({error})"
     except Exception as error:  # it has no compiler here, or asks for more than the device has
-        if is_out_of_memory(error):  # no verdict on the kernel: the next call tries it again
-            raise
         found = f"a kernel of Triton's does not run ({error})"
     log.warning(NO_KERNEL, device, types[0], found)
     return False
