@@ -10,7 +10,7 @@ import torch
 from streamfx.arguments import one_of
 from streamfx.cost.wire import Traffic
 from streamfx.errors import PlanError
-from streamfx.runtime.device_kinds import DeviceKind, kind_of
+from streamfx.runtime.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
 
 EFFICIENCY = 0.6  # of the published rates, what training reaches
 
@@ -95,7 +95,7 @@ def device_called(name: str) -> Device:
     if str(name).lower() not in known:
         raise PlanError(f"there are no rates of a device {name!r}", do=one_of(name, (*PUBLISHED, "here")))
     flops, bandwidth, capability = PUBLISHED[known[name.lower()]]
-    kind = DeviceKind("cuda", capability, has_flash=True)
+    kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
     near, far = WIRES[known[name.lower()]]
     wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
     return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires, host)

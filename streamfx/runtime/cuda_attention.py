@@ -1,17 +1,20 @@
 """The fused attention kernels of CUDA, called in the way that they can be called.
 
-Flash attention where it can be had, memory-efficient attention for single precision and biases. Kernels check little of what
+cuDNN where it is the fastest (`cuda_cudnn.py`), else flash attention, and memory-efficient attention for single precision and
+biases. Kernels check little of what
 they assume, so what each reads, and how, is written down here beside the name of the place in PyTorch's sources (under
 aten/src/ATen/native/transformers/cuda) that says so. `tests/support/cuda_kernels.py` holds the same from the other side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import layouts
+from streamfx.runtime import cuda_cudnn, layouts
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.runtime.plain_attention import Causal, for_all_heads, for_groups
 
@@ -29,6 +32,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Result [b h m e] and log-sum-exp [b h m]."""
     query, key, value, scale = readable(query, key, value, scale)
+    if cuda_cudnn.takes(query, key, value, bias, causal, scale):
+        return cuda_cudnn.forward(query, key, value, causal, scale)
     if is_flash(query, key, value, bias, causal, scale):
         made = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return made[0], made[1]
@@ -52,6 +57,8 @@ def backward(
     """Gradients of queries, keys and values."""
     query, key, value, scale = readable(query, key, value, scale)
     gradient, out = readable_results(gradient, out, query)
+    if cuda_cudnn.takes(query, key, value, bias, causal, scale):
+        return _in_blocks(cuda_cudnn.backward, gradient, query, key, value, out, lse, causal, scale)
     if is_flash(query, key, value, bias, causal, scale):
         return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -115,15 +122,30 @@ def _flash_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
+    return _in_blocks(_flash_block, gradient, query, key, value, out, lse, causal, scale)
+
+
+def _in_blocks(
+    backward_of: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: Causal,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by a kernel, in one call or, if that would take much memory, in one call per block of keys."""
     blocks = _blocks_of_keys(query, key, causal)
     if len(blocks) == 1:
-        return _flash_block(gradient, query, key, value, out, lse, causal, scale)
+        return backward_of(gradient, query, key, value, out, lse, causal, scale)
     dq = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
     dk, dv = torch.empty_like(key), torch.empty_like(value)
     for start, end in blocks:
         is_last = causal and end == key.shape[2]
         keys, values = key[:, :, start:end], value[:, :, start:end]
-        parts = _flash_block(gradient, query, keys, values, out, lse, causal if is_last else False, scale)
+        parts = backward_of(gradient, query, keys, values, out, lse, causal if is_last else False, scale)
         dq.add_(parts[0])
         dk[:, :, start:end].copy_(parts[1])
         dv[:, :, start:end].copy_(parts[2])
@@ -170,7 +192,8 @@ def keys_at_once(query: Tensor, key: Tensor) -> int:
     if heads == key.shape[1]:
         return key.shape[2]
     row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
-    return max(EXPANDED // row_bytes, rows)
+    size = EXPANDED // row_bytes
+    return max(size // cuda_cudnn.MULTIPLE * cuda_cudnn.MULTIPLE or size, rows)
 
 
 def _efficient_backward(

@@ -12,7 +12,6 @@ device's kernels are tried once on numbers that are known, and where they refuse
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -77,7 +76,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> boo
     return isinstance(query, FakeTensor) or keeps_apart(query.device, query.dtype, width)
 
 
-@lru_cache
+@trials.isolated("flash attention of documents")
 def keeps_apart(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the device's flash attention keeps documents apart, with heads of a width: seen on a few rows."""
     return all(_is_right(seen, device, dtype, width) for seen in TRIED)

@@ -9,7 +9,6 @@ a bias.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def takes(query: Tensor, scale: float | None, last: Last) -> bool:
     return isinstance(query, FakeTensor) or hides(query.device, query.dtype, width, last.left is not None)
 
 
-@lru_cache
+@trials.isolated("memory-efficient attention that ends at the last row")
 def hides(device: torch.device, dtype: torch.dtype, width: int, has_window: bool) -> bool:
     """Whether the device's kernel hides what is behind a row, or outside of a window: seen on more rows than it takes at once, of
     which some see few keys, so that one more would be seen."""

@@ -10,12 +10,10 @@ flash attention does not take is left to `cuda_last.py`, without a window, too.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, cuda_last, layouts, plain_attention, trials
+from streamfx.runtime import cuda_attention, cuda_cudnn, cuda_last, layouts, plain_attention, trials
 from streamfx.runtime.plain_attention import Causal, Last
 
 aten = torch.ops.aten
@@ -62,7 +60,12 @@ def backward(
 
 
 def aligns_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None, last: Last) -> bool:
-    """Whether queries at the end of their keys take one call; a window that flash attention does not hide is a bias."""
+    """Whether queries at the end of their keys take one call; a window that flash attention does not hide is a bias.
+
+    A past and a diagonal that cuDNN takes are faster as two calls.
+    """
+    if last.left is None and cuda_cudnn.takes_parts(query, key, value, scale):
+        return False
     return cuda_attention.takes_flash(query, value, scale) or cuda_last.takes(query, scale, last)
 
 
@@ -113,7 +116,7 @@ def _backward(
     return cuda_attention.backward(grad_out, query, key, value, out, logsumexp, bias, False, scale)
 
 
-@lru_cache
+@trials.isolated("flash attention in a window")
 def hides(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the device's flash attention hides what is outside of a window, with heads of a width: seen on a few rows."""
     return trials.agree(

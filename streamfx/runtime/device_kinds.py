@@ -17,11 +17,17 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """`type` as PyTorch has it; of those with CUDA its `capability`, and whether the build has flash attention."""
+    """`type` as PyTorch has it; of those with CUDA its `capability`, and whether the build has flash attention, and cuDNN's attention
+    where PyTorch prefers that (sdp_utils.cpp: check_prefer_cudnn_attention)."""
 
     type: str
     capability: tuple[int, int] = (0, 0)
     has_flash: bool = False
+    has_cudnn: bool = False
+
+
+CUDNN_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
+CUDNN_VERSION = 91501  # with it lengths that are no multiple of 128 became right (pytorch#169849)
 
 
 _supposed: ContextVar[DeviceKind | None] = ContextVar("supposed", default=None)
@@ -39,7 +45,9 @@ def kind_of(device: torch.device) -> DeviceKind:
 def _own_kind(device: torch.device) -> DeviceKind:
     if device.type != "cuda":
         return DeviceKind(device.type)
-    return DeviceKind("cuda", torch.cuda.get_device_capability(device), torch.backends.cuda.is_flash_attention_available())
+    capability = torch.cuda.get_device_capability(device)
+    has_cudnn = capability in CUDNN_CAPABILITIES and (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION
+    return DeviceKind("cuda", capability, torch.backends.cuda.is_flash_attention_available(), has_cudnn)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ on CUDA that makes the host wait. PyTorch's grouped product does not, but makes 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from streamfx.log import log
-from streamfx.runtime import sums
+from streamfx.runtime import sums, trials
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.torch_private import FakeTensor
 
@@ -39,7 +37,6 @@ ALIGNMENT = 16  # bytes: what the device's grouped product asks of rows
 FAST = (9, 0)  # cuda/GroupedBlas.cpp: _grouped_mm_cuda
 HALF = (torch.bfloat16, torch.float16)
 HALF_PRODUCTS = (8, 0)  # capability of devices for whose tensor cores Triton writes products of both
-NO_KERNEL = "experts on %s, %s: %s; other products take their place, which are slower and take more memory"
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -114,12 +111,12 @@ def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
     """
     if total.dtype not in (torch.float32, *HALF) or not _has_half_products(x, y):
         return False
-    return _is_planned(x) or _is_right("adds_right", x.device, x.dtype, total.dtype)
+    return _is_planned(x) or _adds_right(x.device, x.dtype, total.dtype)
 
 
 def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
     """The same of products with the group's weight."""
-    return _has_half_products(x, weight) and (_is_planned(x) or _is_right("multiplies_right", x.device, x.dtype))
+    return _has_half_products(x, weight) and (_is_planned(x) or _multiplies_right(x.device, x.dtype))
 
 
 def _has_half_products(x: Tensor, other: Tensor) -> bool:
@@ -131,19 +128,14 @@ def _is_planned(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or x.device.type != "cuda"
 
 
-@lru_cache
-def _is_right(check: str, device: torch.device, *types: torch.dtype) -> bool:
-    """Whether a kernel of Triton's is there, and right: tried once, and told where it is not."""
-    try:
-        if getattr(_triton(), check)(device, *types):
-            return True
-        found = "a kernel of Triton's gives other numbers than it should"
-    except ImportError as error:
-        found = f"Triton is missing ({error})"
-    except Exception as error:  # it has no compiler here, or asks for more than the device has
-        found = f"a kernel of Triton's does not run ({error})"
-    log.warning(NO_KERNEL, device, types[0], found)
-    return False
+@trials.isolated("sums of experts' outer products")
+def _adds_right(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
+    return _triton().adds_right(device, dtype, total_type)  # type: ignore[no-any-return]
+
+
+@trials.isolated("products with experts' weights")
+def _multiplies_right(device: torch.device, dtype: torch.dtype) -> bool:
+    return _triton().multiplies_right(device, dtype)  # type: ignore[no-any-return]
 
 
 def _triton() -> ModuleType:

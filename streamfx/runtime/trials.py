@@ -1,42 +1,82 @@
-"""What a device's kernels are tried on, once, where we never saw what they make: numbers that are known, and how near is near."""
+"""Kernels whose results we never saw are tried once, on numbers that are known, before a step uses them.
+
+    @isolated("attention in a window")
+    def hides(device, dtype, width): return agree(...)
+
+On CUDA the trial runs in a child process: a kernel that reads where it must not ends its process's CUDA context, and with it all
+that a training run holds. The child answers one question per line, and ends when it is asked nothing more for a few seconds. Answers
+are kept in the user's cache folder, by device, versions and source, so a machine pays for a trial once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from functools import cache, partial, update_wrapper
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from streamfx.errors import told
+from streamfx.log import log
 from streamfx.runtime import plain_attention
 from streamfx.runtime.plain_attention import Causal
 
 CLOSE = 0.03  # of the largest number: half types have three digits, or two
-
+IDLE = 5  # seconds without a question after which the child ends, and gives back its share of the device's memory
+MOST_KEPT = 200  # answers: those of old versions go
+LONGEST = 180  # seconds that one trial may take: the first one imports PyTorch and creates a CUDA context
+NOT_USED = "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
 
 Forward: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
 Backward: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]"
+Question: TypeAlias = "dict[str, Any]"
+
+
+class Outcome(NamedTuple):
+    """Whether kernels are right; if not, why they are not used. `lasts` if every later trial would end the same way."""
+
+    is_right: bool
+    why: str = ""
+    lasts: bool = True
+
+
+# -- attention, against plain operators
 
 
 class Sizes(NamedTuple):
-    """Of queries and of keys (heads, rows), and the width of a head."""
+    """Of queries and of keys (heads, rows), and the width of a head; of one of values, where that is another."""
 
     device: torch.device
     dtype: torch.dtype
     queries: tuple[int, int]
     keys: tuple[int, int]
     width: int
+    value_width: int | None = None
 
 
 def agree(forward: Forward, backward: Backward, causal: Causal, sizes: Sizes) -> bool:
-    """Whether kernels of (q, k, v) and of (gradient, q, k, v, out, lse) give what plain operators give."""
-    heads = (sizes.queries, sizes.keys, sizes.keys, sizes.queries)
-    query, key, value, gradient = (_known(sizes.device, sizes.dtype, *own, sizes.width) for own in heads)
-    try:
-        result = forward(query, key, value)
-        found = (*result, *backward(gradient, query, key, value, *result))
-    except RuntimeError:  # the build has no such kernels
-        return False
+    """Whether kernels of (q, k, v) and of (gradient, q, k, v, out, lse) give the numbers that plain operators give.
+
+    Raises:
+        RuntimeError: the build has no such kernels.
+    """
+    width, value_width = sizes.width, sizes.value_width or sizes.width
+    heads = ((*sizes.queries, width), (*sizes.keys, width), (*sizes.keys, value_width), (*sizes.queries, value_width))
+    query, key, value, gradient = (_known(sizes.device, sizes.dtype, *own) for own in heads)
+    result = forward(query, key, value)
+    found = (*result, *backward(gradient, query, key, value, *result))
     truth = plain_attention.forward(query, key, value, None, causal, None)
     gradients = plain_attention.backward(gradient, query, key, value, *truth, None, causal, None)
     return all(map(_is_close, found, (*truth, *gradients)))
@@ -52,3 +92,201 @@ def _known(device: torch.device, dtype: torch.dtype, heads: int, rows: int, widt
 def _is_close(found: Tensor, wanted: Tensor) -> bool:
     found, wanted = found.float(), wanted.float()
     return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
+
+
+# -- in a process of its own
+
+
+class Isolated:
+    """A trial `check(device, *arguments)`, which answers each question once. On CUDA it runs in a child process."""
+
+    def __init__(self, label: str, check: Callable[..., bool]) -> None:
+        update_wrapper(self, check)
+        self.label, self.check = label, check
+        self._known: dict[Any, Outcome] = {}
+
+    def __call__(self, device: torch.device, *arguments: Any) -> bool:
+        return self.outcome(device, *arguments).is_right
+
+    def outcome(self, device: torch.device, *arguments: Any) -> Outcome:
+        """Whether the kernels are right, and why not; arguments are types and numbers."""
+        flash = torch.nn.attention.current_flash_attention_impl()
+        key = (device, flash, arguments)
+        found = self._known.get(key)
+        if found is None:
+            question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
+            found = self._known[key] = _asked(question, device) if device.type == "cuda" else _tried(question, device)
+            if not found.is_right:
+                log.warning(NOT_USED, self.label, device, ", ".join(map(str, arguments)), found.why)
+        return found
+
+    @property
+    def name(self) -> str:
+        return f"{self.check.__module__}:{self.check.__qualname__}"
+
+    def cache_clear(self) -> None:
+        self._known.clear()
+
+
+def isolated(label: str) -> Callable[[Callable[..., bool]], Isolated]:
+    """Let a trial of the kernels with this label run in a process of its own on CUDA."""
+    return partial(Isolated, label)
+
+
+def _encoded(item: Any) -> Any:
+    return str(item) if isinstance(item, torch.dtype) else item
+
+
+def _decoded(item: Any) -> Any:
+    return getattr(torch, item.removeprefix("torch.")) if isinstance(item, str) else item
+
+
+def _tried(question: Question, device: torch.device) -> Outcome:
+    """The outcome of a trial, in this process."""
+    module, name = question["check"].split(":")
+    try:
+        check = getattr(importlib.import_module(module), name).check
+        is_right = check(device, *map(_decoded, question["arguments"]))
+    except torch.OutOfMemoryError as error:
+        return Outcome(False, told(error), lasts=False)
+    except torch.AcceleratorError:
+        raise  # the context is lost, and with it whatever this process could find out
+    except Exception as error:  # the build has no such kernels, Triton no compiler, the device too little of something
+        return Outcome(False, f"they do not run ({told(error)})")
+    return Outcome(is_right) if is_right else Outcome(False, "they give other numbers than plain operators do")
+
+
+def _asked(question: Question, device: torch.device) -> Outcome:
+    """The outcome of a trial on a CUDA device: an earlier one's, or that of the child process."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = _key(question, index)
+    if (kept := _kept().get(key)) is not None:
+        return kept
+    with _CHILD.lock:
+        found = _CHILD.answer({**question, "device": f"cuda:{index}"})
+    if found.lasts:
+        _keep(key, found)
+    return found
+
+
+class Child:
+    """The process that tries kernels, started for the first question and once more after it ended."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.command = [sys.executable, "-m", "streamfx.runtime.trials"]
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: Any = None
+
+    def answer(self, question: Question) -> Outcome:
+        """The child's answer; how it ended, if it gave none."""
+        try:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            print(json.dumps(question), file=process.stdin, flush=True)
+            is_there, *_ = select.select([process.stdout], [], [], LONGEST)
+            line = process.stdout.readline() if is_there[:1] else ""
+        except OSError as error:
+            self.stop()
+            return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False)
+        if line:
+            return Outcome(*json.loads(line))
+        why = f"the process that tried them {'said nothing for %d s' % LONGEST if not is_there else self._end(process)}"
+        self.stop()
+        return Outcome(False, why, lasts=False)
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            self._errors = tempfile.TemporaryFile("w+")
+            paths = [str(Path.cwd()) if not path else path for path in sys.path]
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # the interrupt from the terminal is for this process
+            )
+        return self._process
+
+    def _end(self, process: subprocess.Popen[str]) -> str:
+        code = process.wait(10)
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines() or [""]
+        return f"ended with code {code} ({lines[-1][:200]})"
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._errors = None
+
+
+_CHILD = Child()
+
+
+def main() -> None:
+    """Answer questions from standard input, a line each, until there is none for a while."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    while select.select([sys.stdin], [], [], IDLE)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            break
+        question = json.loads(line)
+        if question["flash"] != torch.nn.attention.current_flash_attention_impl():
+            torch.nn.attention.activate_flash_attention_impl(question["flash"])
+        device = torch.device(question["device"])
+        outcome = _tried(question, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what a kernel did wrong may be noticed late
+        print(json.dumps(outcome), file=answers, flush=True)
+
+
+# -- what earlier processes found
+
+
+@cache
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamfx"
+
+
+@cache
+def _sources() -> str:
+    """A fingerprint of the code that calls the kernels."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _key(question: Question, index: int) -> str:
+    card = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    versions = torch.__version__, torch.version.cuda, torch.backends.cudnn.version()
+    return json.dumps([question, card, versions, _sources()])
+
+
+def _kept() -> dict[str, Outcome]:
+    try:
+        found = json.loads((_folder() / "trials.json").read_text())
+        return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or something else wrote it
+        return {}
+
+
+def _keep(key: str, outcome: Outcome) -> None:
+    """Write an answer down; a folder that cannot be written to costs the next process a trial."""
+    with contextlib.suppress(OSError):
+        _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
+            json.dump({**dict(list(_kept().items())[-MOST_KEPT:]), key: outcome}, file)
+        os.replace(file.name, _folder() / "trials.json")
+
+
+if __name__ == "__main__":
+    from streamfx.runtime.trials import main as run  # the module that the checks know, and not this copy of it
+
+    run()

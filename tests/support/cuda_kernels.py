@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.runtime import cuda_attention, kernels
+from streamfx.runtime import cuda_attention, cuda_cudnn, kernels
+from streamfx.runtime.device_kinds import DeviceKind
 from tests.support import cuda_documents
 from tests.support.cuda_reading import (
     HALF,
@@ -34,8 +35,10 @@ from tests.support.cuda_reading import (
 
 
 @contextmanager
-def in_their_place(half: bool) -> Iterator[None]:
-    """CUDA's kernels on the CPU, with float64 for a half type, or for single precision."""
+def in_their_place(half: bool, cudnn: bool = False) -> Iterator[None]:
+    """CUDA's kernels on the CPU, with float64 for a half type, or for single precision; with `cudnn` on a device that prefers it,
+    for multiples of 4 rows.
+    """
     library = torch.library.Library("aten", "IMPL")
     for name, function in STAND_INS.items():
         library.impl(name, function, "CPU")
@@ -43,6 +46,10 @@ def in_their_place(half: bool) -> Iterator[None]:
         (HALF if half else SINGLE).add(torch.float64)
         patch.setattr(cuda_attention, "FLASH_TYPES", HALF)
         patch.setattr(cuda_attention, "flash_width", lambda device: 256)
+        patch.setattr(cuda_cudnn, "TYPES", HALF)
+        patch.setattr(cuda_cudnn, "MULTIPLE", 4)
+        patch.setattr(cuda_cudnn, "kind_of", lambda device: DeviceKind("cuda", (9, 0), True, has_cudnn=cudnn))
+        PLANS.clear()
         cuda = kernels.KERNELS["cuda"]
         patch.setitem(kernels.KERNELS, "cpu", cuda._replace(types=HALF | SINGLE, are_there=lambda _: True))
         try:
@@ -262,13 +269,17 @@ def _rows_of_lse(lse: Tensor, q: Tensor) -> Tensor:
     return seen[:, :, :m]
 
 
-# -- cuDNN: what eager calls; streamfx calls one of the two above instead
+# -- cuDNN, where paths are under aten/src/ATen/native/cudnn
+
+# MHA.cpp: mhagraphbackwardcache. A plan is found by the sizes and strides of queries, keys and values, and fixes those of the result,
+# its gradient and the log-sum-exp as they were when it was built.
+PLANS: dict[Any, Any] = {}
 
 
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
-    """sdp_utils.cpp: check_cudnn_tensor_shapes, check_dtypes_low_precision; aten/src/ATen/native/cudnn/MHA.cpp: all strides."""
-    assert q.dtype in HALF and k.dtype == v.dtype == q.dtype and dropout == 0
-    assert q.shape[3] % 8 == 0 and v.shape[3] % 8 == 0 and k.shape[2] != 1
+    """sdp_utils.cpp: check_cudnn_tensor_shapes, check_dtypes_low_precision; MHA.cpp: all strides."""
+    check_heads(q, k, v, HALF, 8)
+    assert q.shape[1] % k.shape[1] == 0 and q.numel() and k.shape[2] != 1 and dropout == 0
 
 
 def cudnn(
@@ -276,10 +287,10 @@ def cudnn(
     debug: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _check_cudnn(q, k, v, dropout)
-    out, lse = plain(q, k, v, bias, causal, scale)
+    out, lse = plain(q, k, v, bias, causal, scale)  # build_graph: set_causal_mask aligns at the first row and key
     state = torch.empty((), dtype=torch.int64)
-    # MHA.cpp: run_cudnn_SDP_fprop, alloc_with_matching_layout
-    return like(q, out), lse, None, None, q.shape[2], k.shape[2], state, state.clone(), q.new_empty(0)
+    # MHA.cpp: alloc_with_matching_layout; attention.cu: the log-sum-exp has a dimension more
+    return like(q, out), lse.unsqueeze(-1).contiguous(), None, None, q.shape[2], k.shape[2], state, state.clone(), q.new_empty(0)
 
 
 def cudnn_backward(
@@ -287,7 +298,15 @@ def cudnn_backward(
     ends_q: Any, ends_k: Any, rows: int, keys: int, dropout: float, causal: bool, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _check_cudnn(q, k, v, dropout)
-    dq, dk, dv = gradients(g, q, k, v, out, lse, bias, causal, scale)
+    assert bias is None and ends_q is None and ends_k is None and (rows, keys) == (q.shape[2], k.shape[2])
+    assert g.dtype == out.dtype == q.dtype and lse.dtype == lse_type(q) and g.stride(-1) == out.stride(-1) == 1
+    assert all(is_aligned(item, 8) for item in (g, out))
+    sizes = (*q.shape[:3], v.shape[3]), (*q.shape[:3], v.shape[3]), (*q.shape[:3], 1)
+    assert (tuple(g.shape), tuple(out.shape), tuple(lse.shape)) == sizes
+    key = causal, *(part for item in (q, k, v) for part in (tuple(item.shape), item.stride()))
+    plan = PLANS.setdefault(key, tuple(item.stride() for item in (g, out, lse)))
+    g, out, lse = (read(item, size, strides) for item, size, strides in zip((g, out, lse), sizes, plan, strict=True))
+    dq, dk, dv = gradients(g, q, k, v, out, lse.squeeze(-1), None, causal, scale)
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 

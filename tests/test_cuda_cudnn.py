@@ -1,0 +1,204 @@
+"""cuDNN's attention without a CUDA device: which calls it gets, in which layouts, and when another kernel takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamfx.runtime import attention, cuda_attention, cuda_cudnn, kernels, plain_attention
+from streamfx.runtime.plain_attention import LAST, Last
+from tests.support import cuda_kernels
+from tests.support.cuda_kernels import in_their_place
+from tests.support.cuda_reading import plain
+from tests.support.tracing import compare_function
+
+aten = torch.ops.aten
+WIDTH, GROUPS, HEADS, KEYS = 8, 2, 4, 24
+
+
+@pytest.fixture
+def hopper() -> Iterator[list[tuple[Any, ...]]]:
+    """A device that prefers cuDNN, and the calls that its kernels get: which, rows, keys, causal."""
+    calls: list[tuple[Any, ...]] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def run(*given: Any, **how: Any) -> Any:
+            q, k = given[1:3] if "backward" in name else given[:2]
+            calls.append((name, q.shape[2], k.shape[2], next(item for item in given[::-1] if isinstance(item, bool))))
+            return function(*given, **how)
+
+        return run
+
+    names = {"cudnn": "forward", "cudnn_backward": "backward"}
+    with pytest.MonkeyPatch.context() as patch, in_their_place(half=True, cudnn=True):
+        for name, function in names.items():
+            patch.setattr(cuda_cudnn, function, noted(name, getattr(cuda_cudnn, function)))
+        cuda_cudnn.agrees.cache_clear()
+        cuda_cudnn.agrees(torch.device("cpu"), torch.float64, WIDTH, WIDTH)
+        calls.clear()
+        cuda_kernels.PLANS.clear()
+        yield calls
+    cuda_cudnn.agrees.cache_clear()
+
+
+def drawn(batch: int, rows: int, keys: int, width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as a model's views have them: heads of one row side by side."""
+    torch.manual_seed(0)
+    sizes = ((HEADS, rows), (GROUPS, keys), (GROUPS, keys))
+    q, k, v = (torch.randn(batch, n, heads, width, dtype=torch.float64).transpose(1, 2) for heads, n in sizes)
+    return q, k, v
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
+    """A chunk's result and gradients against those of plain operators."""
+    wanted = plain_attention.forward(q, k, v, None, Last(), None)
+    found = attention.forward(q, k, v, None, first, (None, 0))
+    torch.testing.assert_close(found, wanted)
+    gradient = torch.randn_like(found[0])
+    made = attention.backward(gradient, q, k, v, *found, None, first, (None, 0))
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *wanted, None, LAST, None))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) -> None:
+    q, k, v = drawn(batch, KEYS, KEYS)
+    for start, stop in ((0, 8), (8, 16), (16, 24)):
+        checked(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], start)
+    parts = [(8, 8, True), (8, 8, False), (8, 8, True), (8, 16, False), (8, 8, True)]
+    assert sorted(hopper) == sorted((name, *part) for name in ("cudnn", "cudnn_backward") for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "scale", "width"),
+    [(7, 15, None, WIDTH), (8, 15, None, WIDTH), (1, 24, None, WIDTH), (8, 24, -0.5, WIDTH), (8, 24, None, 136)],
+)
+def test_other_calls_are_left_to_other_kernels(
+    rows: int, keys: int, scale: float | None, width: int, hopper: list[Any]
+) -> None:
+    """Lengths that are no multiples, a negative scale, wide heads."""
+    q, k, v = drawn(1, rows, keys, width)
+    past = keys - rows
+    found = attention.forward(q, k, v, None, past, (None, 0), scale=scale)
+    torch.testing.assert_close(found, plain_attention.forward(q, k, v, None, LAST, scale))
+    assert not hopper
+
+
+def test_masks_and_windows_are_left_to_other_kernels(hopper: list[Any]) -> None:
+    """A masked backward of cuDNN may return NaN."""
+    q, k, v = drawn(1, 8, KEYS)
+    bias = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
+    torch.testing.assert_close(attention.forward(q, k, v, bias, None, None), plain_attention.forward(q, k, v, bias, False, None))
+    windowed = attention.forward(q, k, v, None, 16, (-5, 0))
+    torch.testing.assert_close(windowed, plain_attention.forward(q, k, v, None, Last(5), None))
+    assert not hopper
+
+
+def switched_off(how: str, patch: pytest.MonkeyPatch) -> None:
+    if how == "switched off":
+        patch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    elif how == "deterministic":
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+
+
+@pytest.mark.parametrize("how", ["switched off", "deterministic", "FlashAttention-3 is active"])
+def test_what_the_user_chose_is_obeyed(how: str, hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    switched_off(how, monkeypatch)
+    q, k, v = drawn(1, 8, KEYS)
+    checked(q, k, v, 16)
+    assert not hopper
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_plan_for_another_layout_is_never_met(batch: int, hopper: list[Any]) -> None:
+    """Results and gradients come in many layouts: rows of a whole result, heads first, expanded numbers."""
+    q, k, v = drawn(batch, 8, 8)
+    found = plain_attention.forward(q, k, v, None, True, None)
+    gradient = torch.randn_like(found[0])
+    wanted = plain_attention.backward(gradient, q, k, v, *found, None, True, None)
+
+    def of_longer(item: Tensor) -> Tensor:
+        longer = item.new_zeros(*item.shape[:2], 3 * item.shape[2], *item.shape[3:])
+        longer[:, :, 8:16] = item
+        return longer[:, :, 8:16]
+
+    layouts = (
+        lambda item: item,
+        of_longer,
+        lambda item: item.transpose(1, 2).contiguous().transpose(1, 2) if item.dim() == 4 else item,
+        lambda item: item.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    for layout in layouts:
+        given = layout(gradient), q, k, v, layout(found[0]), layout(found[1])
+        torch.testing.assert_close(cuda_attention.backward(*given, None, True, None), wanted)
+    assert len(hopper) == len(layouts) and len(cuda_kernels.PLANS) == 1
+    expanded = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(gradient)
+    made = cuda_attention.backward(expanded, q, k, v, *found, None, True, None)
+    torch.testing.assert_close(made, plain_attention.backward(expanded, q, k, v, *found, None, True, None))
+
+
+def test_a_plan_of_the_users_own_call_is_never_met(hopper: list[Any]) -> None:
+    """Eager's call of one sequence, whose gradient lies in another way, has the same queries, keys and values."""
+    q, k, v = drawn(1, 8, 8)
+    out, lse = plain(q, k, v, None, True, None)
+    gradient = torch.randn_like(out).contiguous()
+    seed = torch.zeros((), dtype=torch.int64)
+    ends = None, None, 8, 8
+    cuda_kernels.cudnn_backward(gradient, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, *ends, 0.0, True)
+    wanted = plain_attention.backward(gradient, q, k, v, out, lse, None, True, None)
+    torch.testing.assert_close(cuda_attention.backward(gradient, q, k, v, out, lse, None, True, None), wanted)
+
+
+def test_gradients_of_many_keys_take_several_calls(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the gradients of all heads that share a key exist for some keys at a time."""
+    q, k, v = drawn(1, 8, KEYS)
+    monkeypatch.setattr(cuda_attention, "EXPANDED", 6 * 2 * q[:, :, 0].nbytes)
+    checked(q, k, v, 16)
+    backward = [call for call in hopper if call[0] == "cudnn_backward"]
+    assert sum(keys for _, _, keys, _ in backward) == KEYS and all(keys % 4 == 0 for _, _, keys, _ in backward)
+
+
+@pytest.mark.parametrize(("groups", "length"), [(4, 32), (2, 36), (1, 19)])
+def test_programs_stream(groups: int, length: int, hopper: list[Any]) -> None:
+    def function(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (-1, WIDTH)).transpose(1, 2).split((HEADS, groups, groups), 1)
+        if isinstance(x, torch._subclasses.FakeTensor | torch._subclasses.functional_tensor.FunctionalTensor):
+            out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)[0]
+        else:
+            out = plain(q, k, v, None, True, None)[0]
+        return (out * torch.linspace(0.5, 1.5, WIDTH, dtype=x.dtype)).pow(2).sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(2, length, (HEADS + 2 * groups) * WIDTH, dtype=torch.float64, requires_grad=True)
+    compare_function(function, [x], (8, 12, length), streams=True, attention={"causal"})
+    assert {causal for *_, causal in hopper} == {True, False}
+
+
+@pytest.mark.parametrize("fault", ["refuses", "aligned at the last row", "another gradient", "no gradient"])
+def test_kernels_that_are_wrong_are_not_called(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, real_backward = cuda_cudnn.forward, cuda_cudnn.backward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None) -> Any:
+        if fault == "refuses":
+            raise RuntimeError("cuDNN Frontend error: No valid engine configs")
+        if fault == "aligned at the last row" and not causal:
+            return plain(q, k, v, None, True, scale, last=True)
+        return real(q, k, v, causal, scale)
+
+    def backward(*given: Any) -> Any:
+        dq, dk, dv = real_backward(*given)
+        return dq, dk * (1.1 if fault == "another gradient" else torch.nan if fault == "no gradient" else 1), dv
+
+    cuda_cudnn.agrees.cache_clear()
+    with in_their_place(half=True, cudnn=True):
+        monkeypatch.setattr(cuda_cudnn, "forward", forward)
+        monkeypatch.setattr(cuda_cudnn, "backward", backward)
+        assert not cuda_cudnn.agrees(torch.device("cpu"), torch.float64, WIDTH, WIDTH)
+        assert not cuda_cudnn.takes(*drawn(1, 8, 8), None, True, None)
+        assert kernels.aligns_last(*drawn(1, 8, KEYS), None, LAST)
+    cuda_cudnn.agrees.cache_clear()

@@ -1,0 +1,128 @@
+"""Trials of kernels in a child process: its answers, its crashes, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamfx.runtime import trials
+from streamfx.runtime.trials import Child, Outcome
+
+QUESTION = {"check": f"{__name__}:even", "arguments": [4], "flash": None, "device": "cpu"}
+# A child that treats a question by its argument: it answers, dies of a signal, fails, says nothing, or talks first.
+SCRIPT = """
+import json, os, sys, time
+for line in sys.stdin:
+    number = json.loads(line)["arguments"][0]
+    if number == -11:
+        os.kill(os.getpid(), 11)
+    if number == 1:
+        sys.exit("CUDA error: an illegal memory access was encountered")
+    if number == 60:
+        time.sleep(60)
+    print(json.dumps([number % 2 == 0, "", True]), flush=True)
+"""
+
+
+@trials.isolated("even numbers")
+def even(device: torch.device, number: int) -> bool:
+    print("what a library has to say")
+    if number < 0:
+        raise torch.OutOfMemoryError("no room")
+    if number == 7:
+        raise RuntimeError("there is no such kernel")
+    return number % 2 == 0
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    made = Child()
+    made.command = [sys.executable, "-c", SCRIPT]
+    yield made
+    made.stop()
+
+
+def asked(child: Child, number: int) -> Outcome:
+    return child.answer({**QUESTION, "arguments": [number]})
+
+
+def test_a_crash_ends_the_child_and_nothing_else(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(child, 4) == (True, "", True)
+    first = child._process
+    assert asked(child, 6).is_right and child._process is first
+    crash = asked(child, -11)
+    assert not crash.is_right and "code -11" in crash.why and not crash.lasts
+    failure = asked(child, 1)
+    assert not failure.is_right and "illegal memory access" in failure.why and not failure.lasts
+    assert asked(child, 4).is_right and child._process is not first
+    monkeypatch.setattr(trials, "LONGEST", 0.2)
+    silence = asked(child, 60)
+    assert not silence.is_right and "said nothing" in silence.why and child._process is None
+
+
+def test_without_a_child_no_kernel_is_used(child: Child) -> None:
+    child.command = ["/there/is/no/python"]
+    found = asked(child, 4)
+    assert not found.is_right and "no process could be started" in found.why and not found.lasts
+
+
+def test_a_real_child_answers_one_question_after_the_other() -> None:
+    child = Child()
+    try:
+        assert [asked(child, number) for number in (4, 5)] == [
+            (True, "", True),
+            (False, "they give other numbers than plain operators do", True),
+        ]
+        assert asked(child, 7).why == "they do not run (RuntimeError: there is no such kernel)"
+        assert asked(child, -2) == (False, "OutOfMemoryError: no room", False)
+    finally:
+        child.stop()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: Child) -> Iterator[Any]:
+    """A CUDA device as far as trials ask for one, with the child of this file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(trials, "_CHILD", child)
+    trials._folder.cache_clear()
+    even.cache_clear()
+    yield tmp_path / "streamfx" / "trials.json"
+    trials._folder.cache_clear()
+    even.cache_clear()
+
+
+def test_a_machine_pays_for_a_trial_once(card: Path, child: Child, caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda")
+    with caplog.at_level(logging.WARNING, "streamfx"):
+        assert even(device, 4) and not even(device, 5) and not even(device, -11)
+        assert not even(device, 5)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["even numbers"] * 2
+    assert sorted(outcome[0] for outcome in json.loads(card.read_text()).values()) == [False, True]  # no crash is kept
+    even.cache_clear()
+    child.command = ["/there/is/no/python"]
+    child.stop()
+    assert even(device, 4) and not even(device, 5)
+    assert not even(torch.device("cuda", 1), 4)  # another card
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": [1]}', "{", "\x00"])
+def test_a_file_of_somebody_else_is_no_answer(text: str, card: Path) -> None:
+    card.parent.mkdir()
+    card.write_text(text)
+    assert even(torch.device("cuda"), 4)
+    assert [Outcome(*item) for item in json.loads(card.read_text()).values()] == [(True, "", True)]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_trial(card: Path) -> None:
+    card.parent.write_text("a file where the folder should be")
+    assert even(torch.device("cuda"), 4)
