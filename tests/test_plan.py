@@ -14,8 +14,11 @@ from torch import nn
 import streamfx
 from streamfx.cli import main
 from streamfx.inspection.layers import first_layers
+from streamfx.planner import devices
+from streamfx.planner.devices import device_called
 from streamfx.planner.models import Adapted, built, configuration, language_inputs
 from streamfx.planner.names import builtin_names
+from streamfx.torch_private import TorchDispatchMode
 from tests.support.small import Causal
 from tests.support.spread import only
 
@@ -287,3 +290,36 @@ def test_models_are_left_alone() -> None:
     model: nn.Module = built(TINY)
     streamfx.plan(model, seq=128)
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+class Operands(TorchDispatchMode):
+    """Notes what operators of one kind are given."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator = operator
+        self.found: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.operator:
+            self.found.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_is_measured_on_numbers_as_in_training() -> None:
+    """Products of equal numbers draw less power and run at a higher clock. The user's generator is left as it is."""
+    state = torch.get_rng_state()
+    with Operands(torch.ops.aten.mm.default) as products:
+        device = device_called("here")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert device.flops > 0 and device.bandwidth > 0
+    for left, right in products.found:
+        assert all(abs(item.mean()) < 0.05 and abs(item.std() - 1) < 0.05 for item in (left, right))
+        assert not torch.equal(left, right)
+
+
+def test_the_first_run_on_a_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lengths = [0.0], iter((1.0, 5.0, 4.0, 6.0, 7.0))
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: now[0])
+    assert devices._seconds(lambda: now.append(now.pop() + next(lengths)), torch.device("cpu")) == 4
+    assert next(lengths, None) is None

@@ -34,6 +34,8 @@ for line in sys.stdin:
 @trials.isolated("even numbers")
 def even(device: torch.device, number: int) -> bool:
     print("what a library has to say")
+    if number == -3:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")  # the driver has no memory left for a kernel's code
     if number < 0:
         raise torch.OutOfMemoryError("no room")
     if number == 7:
@@ -81,7 +83,8 @@ def test_a_real_child_answers_one_question_after_the_other() -> None:
             (False, "they give other numbers than plain operators do", True),
         ]
         assert asked(child, 7).why == "they do not run (RuntimeError: there is no such kernel)"
-        assert asked(child, -2) == (False, "OutOfMemoryError: no room", False)
+        assert asked(child, -2) == (False, "they do not run (OutOfMemoryError: no room)", False)
+        assert asked(child, -3) == (False, "they do not run (RuntimeError: Triton Error [CUDA]: out of memory)", False)
     finally:
         child.stop()
 

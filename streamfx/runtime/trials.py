@@ -32,12 +32,15 @@ from streamfx.errors import told
 from streamfx.log import log
 from streamfx.runtime import plain_attention
 from streamfx.runtime.plain_attention import Causal
+from streamfx.torch_private.inductor import is_out_of_memory
 
 CLOSE = 0.03  # of the largest number: half types have three digits, or two
 IDLE = 5  # seconds without a question after which the child ends, and gives back its share of the device's memory
 MOST_KEPT = 200  # answers: those of old versions go
 LONGEST = 180  # seconds that one trial may take: the first one imports PyTorch and creates a CUDA context
-NOT_USED = "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
+NOT_USED = (
+    "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
+)
 
 Forward: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
 Backward: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]"
@@ -147,12 +150,10 @@ def _tried(question: Question, device: torch.device) -> Outcome:
     try:
         check = getattr(importlib.import_module(module), name).check
         is_right = check(device, *map(_decoded, question["arguments"]))
-    except torch.OutOfMemoryError as error:
-        return Outcome(False, told(error), lasts=False)
     except torch.AcceleratorError:
         raise  # the context is lost, and with it whatever this process could find out
     except Exception as error:  # the build has no such kernels, Triton no compiler, the device too little of something
-        return Outcome(False, f"they do not run ({told(error)})")
+        return Outcome(False, f"they do not run ({told(error)})", lasts=not is_out_of_memory(error))
     return Outcome(is_right) if is_right else Outcome(False, "they give other numbers than plain operators do")
 
 
