@@ -320,6 +320,6 @@ def test_a_device_is_measured_on_numbers_as_in_training() -> None:
 
 def test_the_first_run_on_a_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lengths = [0.0], iter((1.0, 5.0, 4.0, 6.0, 7.0))
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     assert devices._seconds(lambda: now.append(now.pop() + next(lengths)), torch.device("cpu")) == 4
     assert next(lengths, None) is None
