@@ -14,17 +14,18 @@ import streamfx
 from streamfx.passes.operators.rules import RULES
 from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime import visible
-from tests.support.goldens import golden
+from tests.support.goldens import golden, recorded
 from tests.support.precision import widen_models
 
-__all__ = ["golden"]
+__all__ = ["golden", "recorded"]
 
 collect_ignore = [
+    "support/fake_cuda",
     "support/hub_kernels.py",
     "support/installed",
     "support/kernels",
     "support/stateful",
-]  # packages and operators: there once, under their own names
+]  # packages and operators, there once, under their own names; programs that replace parts of torch
 
 widen_models()
 streamfx.configure(check_passes=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,46 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return compare
 
 
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], None]:
+    """`recorded(figures)` fails if a figure is larger than the test's file says for this version of torch, or is not in it.
+
+    Other versions have lines of their own; for a version without lines nothing is compared.
+    """
+    path = FOLDER / file_name(request.node.name)
+    version = ".".join(torch.__version__.split(".")[:2])
+
+    def compare(figures: Mapping[str, int]) -> None:
+        kept = figures_in(path.read_text()) if path.exists() else {}
+        own = {name: number for (of, name), number in kept.items() if of == version}
+        if request.config.getoption("--update-goldens"):
+            others = {key: number for key, number in kept.items() if key[0] != version}
+            path.write_text(figures_text({**others, **{(version, name): number for name, number in figures.items()}}))
+            return
+        if own and (found := [f"{name}: {number:,}, and at most {own.get(name, 0):,}" for name, number in figures.items()
+                              if number > own.get(name, -1)]):  # fmt: skip
+            pytest.fail(
+                "\n".join([*found, f"recorded in goldens/{path.name}; if this is meant: pytest --update-goldens"]), pytrace=False
+            )
+
+    return compare
+
+
+def figures_text(figures: Mapping[tuple[str, str], int]) -> str:
+    """A line for each version of torch and figure.
+
+    >>> figures_in(figures_text({("2.13", "kernels of a layer"): 1234}))
+    {('2.13', 'kernels of a layer'): 1234}
+    """
+    return "".join(f"{version} {number:>12,}  {name}\n" for (version, name), number in sorted(figures.items()))
+
+
+def figures_in(text: str) -> dict[tuple[str, str], int]:
+    """The reverse of `figures_text`."""
+    rows = (line.split(None, 2) for line in text.splitlines())
+    return {(version, name): int(number.replace(",", "")) for version, number, name in rows}
+
+
 def file_name(test: str) -> str:
     """
     >>> file_name("test_product[causal-loss gradient]")
@@ -47,7 +87,7 @@ def file_name(test: str) -> str:
 
 def orphans(items: Iterable[pytest.Item]) -> list[str]:
     """Files that no test reads any more."""
-    used = {file_name(item.name) for item in items if "golden" in getattr(item, "fixturenames", ())}
+    used = {file_name(item.name) for item in items if not {"golden", "recorded"}.isdisjoint(getattr(item, "fixturenames", ()))}
     return sorted(path.name for path in FOLDER.iterdir() if path.name not in used)
 
 
