@@ -19,6 +19,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.constant_folding import ConstantFolder
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
@@ -78,6 +79,14 @@ class OnHost(TorchDispatchMode):
         return func(*args, **({**given, "device": "cpu"} if given.get("device") is not None else given))
 
 
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **more: Any) -> Any:
+        with OnHost():
+            return function(*arguments, **more)
+
+    return run
+
+
 @dataclasses.dataclass
 class Compiled:
     """What was compiled so far.
@@ -121,13 +130,7 @@ def _size_of_code(result: Any) -> int:
 @contextmanager
 def compiling_for_absent_device() -> Iterator[Compiled]:
     """Inductor compiles inside of it for an H100; nothing is loaded, run or timed, and no earlier result is used."""
-    found, codegen, fold = Compiled(), GraphLowering.codegen, ConstantFolder.run
-    example = PythonWrapperCodegen.generate_example_arg_value
-
-    def on_host(*arguments: Any, **more: Any) -> Any:
-        with OnHost():
-            return fold(*arguments, **more)
-
+    found, codegen, example = Compiled(), GraphLowering.codegen, PythonWrapperCodegen.generate_example_arg_value
     nvidia = dataclasses.replace(backends["nvidia"], driver=Driver)
     own = {
         "get_device_properties": lambda device=None: H100,
@@ -145,7 +148,9 @@ def compiling_for_absent_device() -> Iterator[Compiled]:
             patch.dict(backends, nvidia=nvidia),
             patch.object(torch.cuda, "get_device_properties", own["get_device_properties"]),
             patch.object(torch.cuda, "current_device", own["current_device"]),
-            patch.object(ConstantFolder, "run", on_host),
+            patch.object(torch.cuda, "_lazy_init", lambda: None),
+            patch.object(ConstantFolder, "run", on_host(ConstantFolder.run)),
+            patch.object(joint_graph, "constant_fold_uniform_value", on_host(joint_graph.constant_fold_uniform_value)),
             patch.object(CachingAutotuner, "precompile", lambda *given, **more: found.precompile(*given, **more)),
             patch.object(GraphLowering, "codegen", lambda graph: found.codegen(graph, codegen)),
             patch.object(
