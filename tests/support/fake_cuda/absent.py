@@ -19,7 +19,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.constant_folding import ConstantFolder
-from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
@@ -150,7 +150,7 @@ def compiling_for_absent_device() -> Iterator[Compiled]:
             patch.object(torch.cuda, "current_device", own["current_device"]),
             patch.object(torch.cuda, "_lazy_init", lambda: None),
             patch.object(ConstantFolder, "run", on_host(ConstantFolder.run)),
-            patch.object(joint_graph, "constant_fold_uniform_value", on_host(joint_graph.constant_fold_uniform_value)),
+            patch.object(UniformValueConstantFolder, "__init__", on_host(UniformValueConstantFolder.__init__)),
             patch.object(CachingAutotuner, "precompile", lambda *given, **more: found.precompile(*given, **more)),
             patch.object(GraphLowering, "codegen", lambda graph: found.codegen(graph, codegen)),
             patch.object(
