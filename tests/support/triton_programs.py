@@ -72,6 +72,7 @@ def compiled() -> None:
         for card, instruction in CARDS.items():
             made = triton.compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": warps, "num_stages": 3})
             assert instruction in made.asm["ptx"], (kernel, card)
+            assert made.asm["cubin"], "the bundled ptxas makes machine code of it"
             assert made.metadata.shared <= 100 << 10, "more than every card has"  # GeForce cards have the least
 
 
