@@ -167,7 +167,7 @@ def test_a_short_step_is_not_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("1GiB", {"bodies": "eager"}, FITS),
         ("1GiB", {"chunk_size": 16}, "streams"),
-        ("31KiB", {}, "streams"),
+        ("30KiB", {}, "streams"),
         (None, {}, "streams"),
     ],
     ids=["no compiler", "chunks", "no room", "no budget"],

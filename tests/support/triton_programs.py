@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ CARDS = {90: "wgmma.mma_async", 80: "mma.sync"}  # capability, and what its tens
 
 def interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    takes_numbers_of_one_element()
     from streamfx.runtime import triton_experts
 
     cpu = torch.device("cpu")
@@ -27,6 +29,19 @@ def interpreted() -> None:
         for none in (0, 3):
             for height, width in ((1, 1), (16, 129), (130, 40)):
                 check(sizes, none, height, width)
+
+
+def takes_numbers_of_one_element() -> None:
+    """Let the interpreter loop up to an argument: Triton 3.6 makes a number of an array of shape [1], which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = with_index
 
 
 def check(sizes: tuple[int, ...], none: int, height: int, width: int) -> None:
