@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.profiled import records_of
+from tests.support.profiled import operators_of
 
 GATHER, SCATTER, REDUCE = (
     f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -30,16 +30,14 @@ class Wire:
 
     @staticmethod
     def of(half: Callable[[], Any]) -> Wire:
-        records = records_of(half, record_shapes=True)
-        names = [record.name() for record in records]
-        last = max((i for i, name in enumerate(names) if name in PRODUCTS), default=-1)
+        operators = operators_of(half)
+        last = max((i for i, (name, _) in enumerate(operators) if name in PRODUCTS), default=-1)
         calls, sizes = dict.fromkeys((GATHER, SCATTER, REDUCE), 0), dict.fromkeys((GATHER, SCATTER, REDUCE), 0)
         early = late = 0
-        for i, name in enumerate(names):
+        for i, (name, shapes) in enumerate(operators):
             kind = name.removesuffix("_coalesced")
             if kind in calls:
                 calls[kind] += 1
-                shapes = records[i].structured_input_shapes()[0]
                 sizes[kind] += 8 * sum(map(prod, shapes if kind != name else [shapes]))
             if kind in (SCATTER, REDUCE):
                 early, late = early + (i < last), late + (i > last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -10,12 +10,40 @@ from torch.profiler import ProfilerActivity, profile
 
 def records_of(call: Callable[[], Any], **options: Any) -> list[Any]:
     """The profiler's records, in the order in which they begin."""
+    found: Any = _profiled(call, **options).events()
+    return sorted(found, key=lambda record: record.start_ns())
+
+
+def _profiled(call: Callable[[], Any], **options: Any) -> Any:
     with profile(activities=[ProfilerActivity.CPU], **options) as seen:
         call()
-    found: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return sorted(found, key=lambda record: record.start_ns())
+    return seen.profiler.kineto_results  # type: ignore[union-attr]
 
 
 def names_of(call: Callable[[], Any]) -> list[str]:
     """Operators, collectives and notes, in the order in which they begin."""
     return [record.name() for record in records_of(call)]
+
+
+def operators_of(call: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Operators in the order in which they begin, each with the sizes of its first operand: a list of sizes if that is a list.
+
+    Records of torch 2.11 have no sizes of lists, so they are taken from the tree.
+    """
+    results = _profiled(call, record_shapes=True)
+    records = sorted(results.events(), key=lambda record: record.start_ns())
+    if all(hasattr(record, "structured_input_shapes") for record in records):
+        return [(record.name(), next(iter(record.structured_input_shapes()), None)) for record in records]
+    events = sorted(_all_events(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    return [(event.name, _sizes_of_first(event)) for event in events]
+
+
+def _all_events(roots: Iterable[Any]) -> Iterator[Any]:
+    for event in roots:
+        yield event
+        yield from _all_events(event.children)
+
+
+def _sizes_of_first(event: Any) -> Any:
+    first = next(iter(getattr(event.extra_fields, "inputs", ())), None)
+    return [item.sizes for item in first] if isinstance(first, list) else getattr(first, "sizes", None)
