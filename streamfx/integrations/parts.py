@@ -23,7 +23,7 @@ from streamfx.integrations.calls import CallCounts, Calls, generates, keeps_cach
 from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.torch_private import is_sharded
-from streamfx.torch_private.dynamo import is_switched_off, isolated
+from streamfx.torch_private.dynamo import is_switched_off, isolated, own_backend
 from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
 
 USE_CACHE = "use_cache"
@@ -62,7 +62,7 @@ class Shared:
         if key not in self._made:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
             function = own if cached else without_cache(own)
-            self._made[key] = torch.compile(function, backend=streambp, options=options, **self.keywords)
+            self._made[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
         return self._made[key]
 
     def alike(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:

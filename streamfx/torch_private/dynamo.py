@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import os
@@ -75,6 +76,14 @@ def compiling() -> Any:
 def isolated() -> dict[str, Any]:
     """Keywords for `torch.compile` by which its recompilations are counted apart from those of others (2.13)."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def own_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend, such that one call of `torch.compile` shares no compiled code with other calls (2.11).
+
+    Dynamo looks compiled code up by the code object and by an equal backend. Later versions keep it apart by `isolated()`.
+    """
+    return backend if isolated() else functools.update_wrapper(functools.partial(backend), backend)
 
 
 class Passing(ShortenTraceback):
