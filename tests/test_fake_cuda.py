@@ -57,7 +57,7 @@ AT_THE_END = {"efficient, at the end"}
 LAST = {"efficient"} | AT_THE_END  # the first chunk is square
 EFFICIENT, FLASH, PLAIN = {"efficient"}, {"flash"}, {"plain"}
 CASES = {
-    "Qwen3 on an H100": sdpa(QWEN, "cudnn", "flash", CAUSAL),
+    "Qwen3 on an H100": sdpa(QWEN, "cudnn", "cudnn", CAUSAL),
     "Qwen3 on an A100": sdpa(QWEN, "efficient", "flash", CAUSAL, device="a100"),  # eager has a mask there, a loop needs none
     "Qwen3 with padding": sdpa(QWEN, "cudnn", "efficient", CAUSAL, given="mask"),
     "Qwen3 packed": sdpa(QWEN, "cudnn", "efficient", MASKED, given="positions"),
