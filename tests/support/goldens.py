@@ -50,13 +50,21 @@ def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], No
             others = {key: number for key, number in kept.items() if key[0] != version}
             path.write_text(figures_text({**others, **{(version, name): number for name, number in figures.items()}}))
             return
-        if own and (found := [f"{name}: {number:,}, and at most {own.get(name, 0):,}" for name, number in figures.items()
-                              if number > own.get(name, -1)]):  # fmt: skip
-            pytest.fail(
-                "\n".join([*found, f"recorded in goldens/{path.name}; if this is meant: pytest --update-goldens"]), pytrace=False
-            )
+        if own and (found := larger(figures, own)):
+            how = f"recorded in goldens/{path.name}; if this is meant: pytest --update-goldens, and review the difference"
+            pytest.fail("\n".join([*found, how]), pytrace=False)
 
     return compare
+
+
+def larger(figures: Mapping[str, int], kept: Mapping[str, int]) -> list[str]:
+    """Figures that are above the kept ones, or not among them.
+
+    >>> larger({"kernels": 3, "bytes": 10, "launches": 1}, {"kernels": 2, "bytes": 12})
+    ['kernels: 3 instead of 2', 'launches: 1 instead of none']
+    """
+    above = [(name, number, kept.get(name)) for name, number in figures.items() if name not in kept or number > kept[name]]
+    return [f"{name}: {number:,} instead of {'none' if before is None else f'{before:,}'}" for name, number, before in above]
 
 
 def figures_text(figures: Mapping[tuple[str, str], int]) -> str:
