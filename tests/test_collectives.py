@@ -231,13 +231,15 @@ def test_a_failed_analysis_is_an_error_where_other_ranks_wait(ranks: DeviceMesh)
 
 
 def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
-    """It is two inputs, shard and mesh, and a single None among the gradients."""
+    """It is two inputs, shard and mesh, and a single None among the gradients. In torch 2.11 the mesh is no input."""
     model = Two()
     model.embed.weight.requires_grad_(False)
     model.layers[0].weight.requires_grad_(False)
     found = streamfx.explain(sharded(model, ranks), *data_of(0, 12, 11), options={"chunk_size": 4})
     joint = found.call.graphs[0].facts.joint
-    assert len(joint.gradients) < len(joint.primals)
+    meshes = [primal for primal in joint.primals if not isinstance(primal.meta["val"], Tensor)]
+    assert bool(meshes) != torch.__version__.startswith("2.11.")
+    assert len(joint.gradients) == len(joint.primals) - len(meshes)
     assert [primal.meta["desc"].base.idx for _, primal, _ in joint.trained] == [3, 4]
     assert trained_sources(joint) == {*joint.tangents, *(primal for _, primal, _ in joint.trained)}
     text = text_of(found.call.graphs[0].facts, "unshard")
