@@ -43,13 +43,13 @@ def test_float_inputs_that_require_gradients_are_compared() -> None:
 
 def with_first(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]) -> streamfx.Verification:
     """What is found where the first number of each weight's gradient is changed."""
-    right = sums.add_mm
+    right = sums.add_product
 
-    def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
-        right(total, left, right_)
+    def wrong(total: Tensor, left: Tensor, right_: Tensor, is_first: bool) -> None:
+        right(total, left, right_, is_first)
         change(total[0, 0])
 
-    monkeypatch.setattr(sums, "add_mm", wrong)
+    monkeypatch.setattr(sums, "add_product", wrong)
     return streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
 
 

@@ -35,6 +35,7 @@ class Device:
         ctypes.CDLL(os.environ["FAKE_CUDA"] + "/libguard.so").install()
         torch.cuda.get_device_capability = lambda device=None: self.capability
         torch.backends.cuda.is_flash_attention_available = lambda: True
+        torch.backends.cudnn.version = lambda: 92000
         self.library = torch.library.Library("aten", "IMPL")
         for key in ("CUDA", "AutogradCUDA"):
             self.library.impl("scaled_dot_product_attention", self.attention, key)
