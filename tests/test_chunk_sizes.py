@@ -52,7 +52,8 @@ def layer(facts: Facts) -> Stage:
     cuts=st.integers(0, 100),
 )
 def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, cuts: int) -> None:
-    """Of what a step holds, or as much as one value at a cut; and no more rows than are worth their memory, or so many that chunks
+    """Of what a step holds, or as much as one value at a cut; and no more rows than are worth their memory, or so many that
+    chunks
     are equal, or whole tiles."""
     chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts)
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))

@@ -196,7 +196,7 @@ class BodyBuilder(BodyInputs):
             value = self.value(operand)
             first = operand not in self.prefixes
             if first:
-                self.prefixes[operand] = self._new_buffer(operand, operand.meta["val"].dtype, zeroed=False)
+                self.prefixes[operand] = self._new_buffer(operand, operand.meta["val"].dtype)
             index = self.prefixes[operand]
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
             own = self.buffer_part(f"{operand.name}_own", index, placement, None)
@@ -223,7 +223,7 @@ class BodyBuilder(BodyInputs):
             (placement,) = self.layout.placements(operand)
             span = self.layout.span(producer_of(operand))
             is_all = self._first_chunk_sees_all(placement, span)
-            index = self._new_buffer(operand, self.plan.sum_type(operand), zeroed=not is_all)
+            index = self._new_sum(operand, self.plan.sum_type(operand), zeroed=not is_all)
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
             added = visible, part, self.is_first() if is_all else False
             self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, added)
@@ -257,11 +257,16 @@ class BodyBuilder(BodyInputs):
         self.states[node] = len(self.buffers) - 1
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
-    def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+    def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
-        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed))
+        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
         return len(self.buffers) - 1
+
+    def _new_sum(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        index = self._new_buffer(value, dtype)
+        self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
+        return index
 
     def total_type(self, node: fx.Node) -> torch.dtype:
         """The type in which the parts of a sum are made and added. The sum of a mean may be too large for a narrow type."""
@@ -271,7 +276,7 @@ class BodyBuilder(BodyInputs):
     def accumulate(self, node: fx.Node) -> Kept:
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
         dtype, count = node.meta["val"].dtype, mean_count(producer_of(node), self.layout)
-        index = self._new_buffer(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
+        index = self._new_sum(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
         if node.target in ROUNDED_ONCE and count == 1:
             self.buffers[index] = replace(self.buffers[index], of_one=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)

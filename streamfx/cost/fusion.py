@@ -1,10 +1,11 @@
-"""Bytes that operators move if a compiler fuses them, as Inductor does: a value that only element-wise work reads is never written.
+"""Bytes that operators move if a compiler fuses them, as Inductor does: a value that only element-wise work reads is never
+written.
 
     gate = x @ a;  s = silu(gate);  up = x @ b;  p = s * up;  y = p @ c
 
-Before `p @ c` one kernel reads `gate` and `up` and writes `p`; `s` is never in memory. So a value of a fusible operator is pending
-until an operator that is not fused reads it. Then one kernel computes it, and all pending values that it is made of, from values
-that are in memory; it writes those that somebody still holds.
+Before `p @ c` one kernel reads `gate` and `up` and writes `p`; `s` is never in memory. So a value of a fusible operator is
+pending until an operator that is not fused reads it. Then one kernel computes it, and all pending values that it is made of,
+from values that are in memory; it writes those that somebody still holds.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Fusion:
         self._values: dict[int, Value] = {}  # by storage
 
     def follow(self, func: Any, given: Any, out: Any) -> tuple[int, int]:
-        """Bytes moved, and kernels launched, because an operator reads values that are pending; its own are the caller's to count."""
+        """Bytes moved, and kernels launched, because an operator reads values that are pending; its own are the caller's to
+        count."""
         read = [(self._value(tensor), tensor.nbytes) for tensor in tensors_in(given)]
         if is_fusible(func):
             for tensor in tensors_in(out):
@@ -96,4 +98,3 @@ def is_fusible(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func in NOT_FUSED or func._schema.is_mutable or has_flops(func):
         return False
     return func.namespace in ("aten", "prims")
-

@@ -48,10 +48,11 @@ class Cost:
     """What a step through one graph costs; bytes do not count parameters and inputs.
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
-    held: bytes that the forward half leaves: results and saved values. layer_flops, layer_attention: FLOPs, and those of attention,
-    of the forward half of layers, of calls in which these were asked for. forward_terms, backward_terms: the bytes of both peaks,
-    by what they are for (see `terms.py`). gradients: bytes of those of parameters, of calls in eager. forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes
-    come and go, where that is recorded.
+    held: bytes that the forward half leaves: results and saved values. layer_flops, layer_attention: FLOPs, and those of
+    attention, of the forward half of layers, of calls in which these were asked for. forward_terms, backward_terms: the bytes
+    of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of calls in eager.
+    forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes come and
+    go, where that is recorded.
     """
 
     forward_peak: int

@@ -41,6 +41,7 @@ class Rise:
 
 ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # the last argument
 COPIES = torch.ops.aten.copy_.default
+UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 ASKS_DEVICE = torch.ops.prim.device.default
 
 
@@ -186,7 +187,7 @@ class Meter(TorchDispatchMode):
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
-        if getattr(func, "is_view", False):
+        if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) in UNWRITTEN:
             return
         work = _work_of(func, args, kwargs, out)
         moved, kernels = self._fusion.follow(func, (args, kwargs), out)

@@ -14,8 +14,8 @@ class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
 
     `fused` and `kernels` are the bytes moved and the operators launched if a compiler fuses element-wise work (`fusion.py`).
-    `cudnn`, `flash` and their `_backward` are the FLOPs of attention by the kernel and pass that compute them; the others are those
-    of slower kernels.
+    `cudnn`, `flash` and their `_backward` are the FLOPs of attention by the kernel and pass that compute them; the others are
+    those of slower kernels.
 
     Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
     ranks, the bytes, and those of them that leave the machine, by kind. FLOPs of fused attention without a causal flag, of which

@@ -45,7 +45,8 @@ class AutoChunk:
     most: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
-        """Rows per chunk for a sequence of `length`: equal chunks of a multiple of `TILE` rows, if there are any near the wish."""
+        """Rows per chunk for a sequence of `length`: equal chunks of a multiple of `TILE` rows, if there are any near the
+        wish."""
         is_limit, working_set = self.working_set is not None, self.working_set
         if working_set is None:
             working_set = self._bytes_of_work(length, row_bytes, stream_bytes)

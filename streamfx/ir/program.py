@@ -101,7 +101,7 @@ Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey | IsFirst"
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum.
+    """What a loop keeps from chunk to chunk: rows that later queries see, a carry, or a sum (`is_sum`).
 
     It is `zeroed` if some of it may be read or added to before it is written.
 
@@ -113,6 +113,7 @@ class Buffer:
     dtype: torch.dtype
     device: torch.device
     zeroed: bool
+    is_sum: bool = False
     of_one: torch.dtype | None = None
 
 

@@ -53,7 +53,8 @@ class Device:
         return size / self.to_host if self.to_host else 0.0
 
     def seconds(self, work: Work) -> float:
-        """Seconds of work: of its products, of attention at the rate of each kernel and pass, and of the bytes that other operators
+        """Seconds of work: of its products, of attention at the rate of each kernel and pass, and of the bytes that other
+        operators
         move, or that sums over chunks add to products.
 
         The host launches operators meanwhile, and is waited for if that takes longer.

@@ -70,6 +70,10 @@ class Prediction:
     flows: tuple[list[Handed], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def flops(self) -> int:
+        return self.work.flops
+
 
 def predict(
     model: nn.Module,

@@ -29,7 +29,9 @@ from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
 KINDS = {"linear": "products", "attention": "attention"}
-ASSUMED = "60 % of published rates, attention as measured by others; element-wise work fused if compiled; 5 us of the host per kernel"
+ASSUMED = (
+    "60 % of published rates, attention as measured by others; element-wise work fused if compiled; 5 us of the host per kernel"
+)
 ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
 ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
 ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
@@ -87,7 +89,7 @@ class PlanReport(Exports):
             return length_verdict(self.max_length, self.lengths)
         others = [Taken(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
         others.sort(key=lambda other: other.way == EAGER)
-        ours, why = Taken("streambp", found.peak_bytes, found.work.flops), why_nothing_streams(found.stages)
+        ours, why = Taken("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
         if limit is not None:
             return verdict_within(limit, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
@@ -123,7 +125,7 @@ class PlanReport(Exports):
             "fits": None if self.limits == NONE else self.limits.hold(found),
             "peak_bytes": found.peak_bytes,
             "peak_by_term": dict(found.peak_by_term),
-            "flops": found.work.flops,
+            "flops": found.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
             "seconds": self._seconds(found.work) + sum(self._waited()),
@@ -312,7 +314,12 @@ class PlanReport(Exports):
     def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
         rows = [("streambp", summary), *summary["ways"].items()]
         return [
-            [name, in_bytes(row["peak_bytes"]), in_flops(row["flops"]), *(in_seconds(row[key]) if key in row else "" for key in TIMES)]
+            [
+                name,
+                in_bytes(row["peak_bytes"]),
+                in_flops(row["flops"]),
+                *(in_seconds(row[key]) if key in row else "" for key in TIMES),
+            ]
             for name, row in rows
         ]
 

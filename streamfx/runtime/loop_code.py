@@ -24,7 +24,20 @@ import sympy
 from torch import Tensor
 
 from streamfx.ir import program
-from streamfx.ir.program import CHUNK, BufferPart, ChunkKey, Feed, IsFirst, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
+from streamfx.ir.program import (
+    CHUNK,
+    BufferPart,
+    ChunkKey,
+    Feed,
+    IsFirst,
+    LoopSpec,
+    Number,
+    Part,
+    Placement,
+    Same,
+    Selector,
+    Stacked,
+)
 from streamfx.ir.sizes import Size, free_symbols, simplified
 from streamfx.ir.span import Span
 from streamfx.runtime.buffers import rows_of, rows_view

@@ -1,14 +1,13 @@
 """What a call costs if Inductor compiles it whole, with something around each layer: checkpoints, which it recomputes.
 
-AOTAutograd's own partitioner divides the joint graph, and both graphs are followed on fake tensors. Of layers that are alike few are
-traced, once more with one period more, and the difference stands for each period that is missing.
+AOTAutograd's own partitioner divides the joint graph, and both graphs are followed on fake tensors. Of layers that are alike
+few are traced, once more with one period more, and the difference stands for each period that is missing.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,9 +57,8 @@ def _of_all(few: Cost, more: Cost, copies: int) -> Cost:
     def extended(one: int, other: int) -> int:
         return one + copies * (other - one)
 
-    work = Work(*map(extended, few.work, more.work))
-    peaks = {name: extended(getattr(few, name), getattr(more, name)) for name in ("forward_peak", "backward_peak", "held")}
-    return replace(few, work=work, **peaks)
+    forward, backward, held = (extended(getattr(few, key), getattr(more, key)) for key in ("forward_peak", "backward_peak", "held"))
+    return Cost(forward, backward, held, Work(*map(extended, few.work, more.work)))
 
 
 def _of_layers(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, count: int) -> Cost | None:
@@ -75,13 +73,20 @@ def _of_layers(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
         fw_compiler=_stand_in, bw_compiler=_stand_in, partition_fn=partition, decompositions=select_decomp_table()
     )
     mode, faker = faker_of(model, (), inputs)
-    with accepting_real(mode), mode, first_layers(model, count), untouched(model):
-        with quiet_tracer(), noted_graph_breaks(), compiled_apart(backend) as keywords:
-            faker.replace(modules_of(model), buffers=False)
-            for layer in layers_of(model):
-                layer.forward = around(layer.forward)
-            _, kwargs = faker.inputs(((), dict(inputs)))
-            torch.compile(model, backend=backend, **keywords)(**kwargs)
+    with (
+        accepting_real(mode),
+        mode,
+        first_layers(model, count),
+        untouched(model),
+        quiet_tracer(),
+        noted_graph_breaks(),
+        compiled_apart(backend) as keywords,
+    ):
+        faker.replace(modules_of(model), buffers=False)
+        for layer in layers_of(model):
+            layer.forward = around(layer.forward)
+        _, kwargs = faker.inputs(((), dict(inputs)))
+        torch.compile(model, backend=backend, **keywords)(**kwargs)
     if len(found) != 1:
         return None
     (forward, backward), num_outputs = found[0]
@@ -91,8 +96,8 @@ def _of_layers(model: Callable[..., Any], inputs: Mapping[str, Any], around: Aro
 def without_states(module: fx.GraphModule) -> fx.GraphModule:
     """The graph in which random operators are called as they are, where the partitioner saved and restored a generator's state.
 
-        state, out = run_and_save_rng_state(op, x)   ->   state, out = None, op(x)
-        out = run_with_rng_state(state, op, x)       ->   out = op(x)
+    state, out = run_and_save_rng_state(op, x)   ->   state, out = None, op(x)
+    out = run_with_rng_state(state, op, x)       ->   out = op(x)
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=SAVES_STATE):
