@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamfx.cost.flops import flops_of_call
 from streamfx.cost.rates import CPU, CUDA, rates_of
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, SHARE, AutoChunk
+from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, TILE, AutoChunk
 from streamfx.ir.stage import Stage
 from streamfx.options import resolved
 from streamfx.passes.operators.traits import is_expensive
@@ -52,14 +52,15 @@ def layer(facts: Facts) -> Stage:
     cuts=st.integers(0, 100),
 )
 def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, cuts: int) -> None:
-    """Of what a step holds, or as much as one value at a cut; and no more rows than are worth their memory."""
+    """Of what a step holds, or as much as one value at a cut; and no more rows than are worth their memory, or so many that
+    chunks
+    are equal, or whole tiles."""
     chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts)
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
     assert small <= rows <= length
     least = max(LEAST_WORKING_SET, length * stream_bytes, LEAST_ROWS * row_bytes)
     share = (held + cuts * length * stream_bytes) // SHARE
-    rounded = 8 * row_bytes
-    assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) + rounded
+    assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / NEAR[0] + TILE * row_bytes
 
 
 def test_rows_of_a_large_model() -> None:
@@ -70,7 +71,25 @@ def test_rows_of_a_large_model() -> None:
     assert head.rows(8192, 1089374, 8192) == 2048
     spelled_out = AutoChunk(row_bytes=100 << 20, stream_bytes=8192, worthwhile=8192, enough=2048)  # scores of all keys in a row
     assert spelled_out.rows(8192, 100 << 20, 8192) == 64  # and not 2,048
-    assert AutoChunk(476936, 8192).rows(8192, 476936, 8192) == 144
+    assert AutoChunk(476936, 8192).rows(8192, 476936, 8192) == 128
+
+
+@given(length=st.integers(1, 1 << 20), most=st.integers(8, 1 << 14), granule=st.sampled_from([1, 64, 96]))
+def test_a_limit_is_kept(length: int, most: int, granule: int) -> None:
+    """A working set that was simulated is exceeded by rounding alone, of few rows."""
+    rows = AutoChunk(1, 1, working_set=most, granule=granule).rows(length, 1, 1)
+    assert rows <= max(most, granule) + max(8, granule)
+
+
+@pytest.mark.parametrize("tiles", [64, 256, 1000, 1024, 24 * 7])
+@pytest.mark.parametrize("most", [1000, 2048, 5464, 9000])
+def test_chunks_are_equal_and_whole_tiles(tiles: int, most: int) -> None:
+    """If a length has chunks of whole tiles about as long as wished; the number of chunks stays near the wish."""
+    length, wished = tiles * TILE, -(-tiles * TILE // most)
+    rows = AutoChunk(1, 1, working_set=most).rows(length, 1, 1)
+    assert rows % TILE == 0 and rows <= most and -(-length // rows) <= NEAR[1] * wished
+    divides = any(tiles % n == 0 for n in range(wished, int(NEAR[1] * wished) + 1))
+    assert length % rows == 0 or not divides
 
 
 def test_totals_are_worth_rows(trained: Facts) -> None:

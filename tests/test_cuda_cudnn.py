@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.runtime import attention, cuda_attention, cuda_cudnn, kernels, plain_attention
+from streamfx.runtime import attention, cuda_attention, cuda_cudnn, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST, Last
 from tests.support import cuda_kernels
 from tests.support.cuda_kernels import in_their_place
@@ -76,9 +76,7 @@ def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) 
     ("rows", "keys", "scale", "width"),
     [(7, 15, None, WIDTH), (8, 15, None, WIDTH), (1, 24, None, WIDTH), (8, 24, -0.5, WIDTH), (8, 24, None, 136)],
 )
-def test_other_calls_are_left_to_other_kernels(
-    rows: int, keys: int, scale: float | None, width: int, hopper: list[Any]
-) -> None:
+def test_other_calls_are_left_to_other_kernels(rows: int, keys: int, scale: float | None, width: int, hopper: list[Any]) -> None:
     """Lengths that are no multiples, a negative scale, wide heads."""
     q, k, v = drawn(1, rows, keys, width)
     past = keys - rows
@@ -202,3 +200,34 @@ def test_kernels_that_are_wrong_are_not_called(fault: str, monkeypatch: pytest.M
         assert not cuda_cudnn.takes(*drawn(1, 8, 8), None, True, None)
         assert kernels.aligns_last(*drawn(1, 8, KEYS), None, LAST)
     cuda_cudnn.agrees.cache_clear()
+
+
+def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activated by PyTorch's own call, it answers flash attention's operators (torch/nn/attention/_fa3.py); it is asked for a
+    chunk
+    in one call, whose mask ends at the last row, and tried anew for windows.
+    """
+    flash, calls = cuda_attention._flash_block, list[tuple[int, int]]()
+
+    def noted(*given: Any) -> Any:
+        calls.append((given[1].shape[2], given[2].shape[2]))
+        return flash(*given)
+
+    class Handle:
+        def remove(self) -> None: ...
+
+    monkeypatch.setattr(cuda_attention, "_flash_block", noted)
+    attention_of = torch.nn.attention
+    attention_of.register_flash_attention_impl("stand-in", register_fn=Handle)
+    tried = len(cuda_windows.hides._known)
+    attention_of.activate_flash_attention_impl("stand-in")
+    try:
+        q, k, v = drawn(1, 8, KEYS)
+        checked(q, k, v, 16)
+        assert not hopper and calls == [(8, KEYS)]
+        attention.forward(q, k, v, None, 16, (-5, 0))
+        assert len(cuda_windows.hides._known) == tried + 1
+    finally:
+        attention_of.restore_flash_attention_impl()
+    checked(q, k, v, 16)
+    assert hopper and calls == [(8, KEYS)]

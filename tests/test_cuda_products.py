@@ -37,10 +37,17 @@ def stand_ins(takes_other_totals: bool) -> Iterator[list[str]]:
             raise RuntimeError("self and mat2 must have the same dtype")
         return out.copy_(total + left.float() @ right.float())
 
+    def written(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        called.append("written")
+        assert left.dtype == right.dtype == HALF and out_dtype == out.dtype
+        return out.copy_(left.float() @ right.float())
+
     library = torch.library.Library("aten", "IMPL")
     for name, function in {
         "mm.dtype": product,
         "bmm.dtype": product,
+        "mm.dtype_out": written,
+        "bmm.dtype_out": written,
         "addmm.dtype_out": added,
         "baddbmm.dtype_out": added,
     }.items():
@@ -58,19 +65,18 @@ def stand_ins(takes_other_totals: bool) -> Iterator[list[str]]:
 def test_a_product_is_added(batch: tuple[int, ...], takes_other_totals: bool) -> None:
     """In place where it can be; the other way where it cannot, and not by trying at each product."""
     left, right = torch.randn(*batch, 5, 7).to(HALF), torch.randn(*batch, 7, 4).to(HALF)
-    total = torch.randn(*batch, 5, 4)
-    wanted = total + 2 * (left.float() @ right.float())
+    total = torch.full((*batch, 5, 4), torch.nan)  # the first part is written, whatever the total holds
     with stand_ins(takes_other_totals) as called:
-        for _ in range(2):
-            ADD_PRODUCT(total, left, right)
-    torch.testing.assert_close(total, wanted)
-    tried = 2 if takes_other_totals else 1
-    assert called[tried:] == ["added" if takes_other_totals else "product"] * 2
+        for is_first in (True, False, False):
+            ADD_PRODUCT(total, left, right, is_first)
+    torch.testing.assert_close(total, 3 * (left.float() @ right.float()))
+    tried = 4 if takes_other_totals else 2
+    assert called[tried:] == (["written", "added", "added"] if takes_other_totals else ["product"] * 3)
 
 
 def test_it_takes_no_memory_but_flops() -> None:
     with FakeTensorMode():
         total, left, right = torch.zeros(64, 32), torch.zeros(64, 16, dtype=HALF), torch.zeros(16, 32, dtype=HALF)
         with Meter() as meter:
-            ADD_PRODUCT(total, left, right)
+            ADD_PRODUCT(total, left, right, False)
     assert (meter.peak, meter.flops, meter.moved) == (0, 2 * 64 * 16 * 32, 0)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+import streamfx
 from streamfx import IntegrationError, StaleOutput
 from streamfx.integrations import Enabled, enable
 from streamfx.lazy import steps
@@ -338,3 +340,14 @@ def test_a_tensor_goes_through_parallel_wrappers() -> None:
     assert "DataParallel" in str(done) and done.targets[0].module is inner
     given: Tensor = inner(torch.ones(1, 2))
     assert given.shape == (1, 2)
+
+
+def test_a_budget_is_recommended_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are small by default, whatever is free. On a CPU nothing is said."""
+    model = torch.nn.Linear(2, 2)
+    with streamfx.enable(model) as enabled:
+        assert "recommended" not in str(enabled)
+        monkeypatch.setattr(torch.nn.Module, "parameters", lambda self: iter([SimpleNamespace(device=torch.device("cuda"))]))
+        assert 'recommended on a GPU: memory_budget="auto"' in str(enabled)
+        with streamfx.configure(memory_budget="24GiB"):
+            assert "recommended" not in str(enabled)

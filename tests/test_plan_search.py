@@ -18,7 +18,7 @@ from streamfx.planner.search import Limits, Sought, largest
 
 def prediction(length: int, peak: int) -> Prediction:
     terms = {"parameters": 1000, "stage inputs": peak - 1000}  # all else grows
-    return Prediction(length, 1, peak, terms, 0, 0, 0, 0, 0, 0, [{}] * 9, [], None, {}, None, None)
+    return Prediction(length, 1, peak, terms, NO_WORK, [{}] * 9, [], None, {}, None, None)
 
 
 LENGTH = Sought(256, lambda _: 2)

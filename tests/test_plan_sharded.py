@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import streamfx
 from streamfx.cli import main
 from streamfx.cost.wire import Traffic, sent_by
+from streamfx.cost.work import Work
 from streamfx.planner.devices import device_called
 from streamfx.planner.host import Copies
 from streamfx.planner.models import built
@@ -160,34 +161,37 @@ def test_shards_on_the_meta_device_are_explained_as_others(ranks: DeviceMesh) ->
 # -- what computes meanwhile
 
 
+TEN = Work(flops=10)
+
+
 def of(size: int) -> Traffic:
     return Traffic(1, size)
 
 
 def in_seconds(sent: float = 1.0) -> Seconds:
     """Of a FLOP in loops, of a byte to others, of a byte to the host and back."""
-    return Seconds(lambda part: float(part.flops), lambda traffic: traffic.bytes * sent, float)
+    return Seconds(lambda part: float(part.work.flops), lambda traffic: traffic.bytes * sent, float)
 
 
 def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
     """Stages of 10 seconds; 1 byte takes a second."""
-    forward = [Stretch("forward", 10, gathered=of(size)) for size in (3, 8, 14)]
+    forward = [Stretch("forward", TEN, gathered=of(size)) for size in (3, 8, 14)]
     assert waited(forward, in_seconds()) == (3 + 4, 0)
     sizes = ((0, 6), (8, 9), (5, 2))
-    backward = [Stretch("backward", 10, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
+    backward = [Stretch("backward", TEN, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
     assert waited(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
     assert waited([*forward, *backward], in_seconds()) == (7 + 3, 0)
-    assert waited([Stretch("forward", 10, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
+    assert waited([Stretch("forward", TEN, alone=of(5))], in_seconds(0.5)) == (2.5, 0)
     assert waited([], in_seconds()) == (0, 0)
 
 
 def test_copies_take_what_loops_and_wire_leave_over() -> None:
     """Inputs of stages go to the host while the next stage runs, and come back while the one after them runs."""
-    forward = [Stretch("forward", 10, copies=Copies(left=size)) for size in (12, 8, 3)]
+    forward = [Stretch("forward", TEN, copies=Copies(left=size)) for size in (12, 8, 3)]
     assert waited(forward, in_seconds()) == (0, 2 + 3)
-    backward = [Stretch("backward", 10, copies=Copies(fetched=size)) for size in (4, 17, 9)]
+    backward = [Stretch("backward", TEN, copies=Copies(fetched=size)) for size in (4, 17, 9)]
     assert waited(backward, in_seconds()) == (0, 4 + 7)
-    late = [Stretch("backward", 10), Stretch("backward", 10, gathered=of(15), copies=Copies(fetched=17))]
+    late = [Stretch("backward", TEN), Stretch("backward", TEN, gathered=of(15), copies=Copies(fetched=17))]
     assert waited(late, in_seconds()) == (5, 2)
 
 

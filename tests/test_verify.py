@@ -43,13 +43,13 @@ def test_float_inputs_that_require_gradients_are_compared() -> None:
 
 def with_first(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]) -> streamfx.Verification:
     """What is found where the first number of each weight's gradient is changed."""
-    right = sums.add_mm
+    right = sums.add_product
 
-    def wrong(total: Tensor, left: Tensor, right_: Tensor) -> None:
-        right(total, left, right_)
+    def wrong(total: Tensor, left: Tensor, right_: Tensor, is_first: bool) -> None:
+        right(total, left, right_, is_first)
         change(total[0, 0])
 
-    monkeypatch.setattr(sums, "add_mm", wrong)
+    monkeypatch.setattr(sums, "add_product", wrong)
     return streamfx.verify(Causal(), IDS, IDS, options={"chunk_size": 4, "outputs": "dense"})
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_traced_is_not_compared() -> None:
 def test_eager_is_a_function_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Causal().double()
     function = torch.compile(lambda ids, labels: model(ids, labels), backend="streambp")
-    monkeypatch.setattr(sums, "add", lambda total, part: total.add_(part, alpha=2))
+    monkeypatch.setattr(sums, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2))
     assert not streamfx.verify(function, IDS, IDS, outputs="dense").ok
     monkeypatch.undo()
     found = streamfx.explain(function, IDS, IDS, outputs="dense").summary()
@@ -139,7 +139,7 @@ def test_eager_is_the_model_as_it_was_written(how: str, monkeypatch: pytest.Monk
     found = streamfx.explain(model, IDS, IDS, outputs="dense").summary()
     assert found == streamfx.explain(Causal().double(), IDS, IDS, outputs="dense").summary()
     assert str(enabled) == before
-    monkeypatch.setattr(sums, "add", lambda total, part: total.add_(part, alpha=2))
+    monkeypatch.setattr(sums, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2))
     torch._dynamo.reset()
     assert not streamfx.verify(model, IDS, IDS, outputs="dense").ok
     assert (part._compiled_call_impl if enabled is None else model._compiled_call_impl) is not None

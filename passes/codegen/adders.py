@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.facts import Role
 from streamfx.ir.needs import Layout
-from streamfx.ir.signature import Scan, SingleRow
 from streamfx.ir.sizes import Size, product
 from streamfx.runtime import sums
 from streamfx.runtime.experts import ARRANGE, GROUPED_OUTER, add_outer
@@ -23,8 +21,8 @@ aten = torch.ops.aten
 Adder: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"  # the function, its arguments after the total
 
 
-def _mm(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    return (sums.add_mm if node.target is aten.mm.default else sums.add_bmm), tuple(builder.operands(node))
+def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return sums.add_product, (*builder.operands(node), builder.is_first())
 
 
 def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -52,20 +50,15 @@ def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node
 
 ADDERS: dict[Any, Adder] = {
     GROUPED_OUTER: _outer,
-    aten.mm.default: _mm,
-    aten.bmm.default: _mm,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
     aten.embedding_dense_backward.default: _look_up,
     aten.scatter.src: _put,
 }
+# Adders that leave some of a total as it is: it has to hold zeros before the first chunk.
+ADD_TO_SOME = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
 # Products, whatever type they are added in; rows that are looked up are added one by one.
 ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
-
-
-def is_of_one_chunk(node: fx.Node, layout: Layout) -> bool:
-    """Whether one chunk alone makes what the operator's sums over chunks hand on: the one that holds a row, or the last row."""
-    roles, index = layout.demand.roles.get(node, {}), layout.axes.signatures[node].index
-    rows = (index.get(letter) for letter, role in roles.items() if role is Role.ROWS)
-    return any(isinstance(own, (SingleRow, Scan)) for own in rows)
 
 
 def mean_count(node: fx.Node, layout: Layout) -> Size:

@@ -26,16 +26,18 @@ from streamfx.ir.program import (
     Buffer,
     BufferPart,
     ChunkKey,
+    IsFirst,
     Kept,
     LoopSpec,
     Placement,
+    Rows,
     Selector,
     Stacked,
     Yield,
 )
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
-from streamfx.passes.codegen.adders import ADDERS, ROUNDED_ONCE, is_of_one_chunk, mean_count
+from streamfx.passes.codegen.adders import ADD_TO_SOME, ADDERS, ROUNDED_ONCE, mean_count
 from streamfx.passes.codegen.body_inputs import BodyInputs
 from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
@@ -194,7 +196,7 @@ class BodyBuilder(BodyInputs):
             value = self.value(operand)
             first = operand not in self.prefixes
             if first:
-                self.prefixes[operand] = self._new_buffer(operand, operand.meta["val"].dtype, zeroed=False)
+                self.prefixes[operand] = self._new_buffer(operand, operand.meta["val"].dtype)
             index = self.prefixes[operand]
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, selector)
             own = self.buffer_part(f"{operand.name}_own", index, placement, None)
@@ -219,11 +221,21 @@ class BodyBuilder(BodyInputs):
         if operand not in self.deposits:
             part = self.value(operand)
             (placement,) = self.layout.placements(operand)
-            index = self._new_buffer(operand, self.plan.sum_type(operand), zeroed=True)
             span = self.layout.span(producer_of(operand))
+            is_all = self._first_chunk_sees_all(placement, span)
+            index = self._new_sum(operand, self.plan.sum_type(operand), zeroed=not is_all)
             visible = self.buffer_part(f"{operand.name}_seen", index, placement, span)
-            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, (visible, part))
+            added = visible, part, self.is_first() if is_all else False
+            self.deposits[operand] = index, self.graph.call_function(buffer_ops.add_rows, added)
         return self.deposits[operand]
+
+    def _first_chunk_sees_all(self, placement: Placement, span: Span) -> bool:
+        """Whether the keys that the first chunk to run sees are all keys of an axis."""
+        reaches_end = span.high is None or (self.reverse and span.high >= 0)
+        return span.low is None and reaches_end and placement.rows == Rows(0, self.length)
+
+    def is_first(self) -> fx.Node:
+        return self.feed("is_first", IsFirst(), None)
 
     def carry(self, node: fx.Node, dim: int, dtype: torch.dtype, keeps_states: bool) -> tuple[fx.Node, fx.Node | None]:
         """A row that a scan hands from chunk to chunk, and the list of its values at the start of each chunk."""
@@ -245,11 +257,16 @@ class BodyBuilder(BodyInputs):
         self.states[node] = len(self.buffers) - 1
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
-    def _new_buffer(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+    def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
-        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed))
+        self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
         return len(self.buffers) - 1
+
+    def _new_sum(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
+        index = self._new_buffer(value, dtype)
+        self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
+        return index
 
     def total_type(self, node: fx.Node) -> torch.dtype:
         """The type in which the parts of a sum are made and added. The sum of a mean may be too large for a narrow type."""
@@ -259,14 +276,12 @@ class BodyBuilder(BodyInputs):
     def accumulate(self, node: fx.Node) -> Kept:
         """Add this chunk's part of a sum to its total, in one operator where the sum's own operator can do that."""
         dtype, count = node.meta["val"].dtype, mean_count(producer_of(node), self.layout)
-        index = self._new_buffer(node, self.total_type(node), zeroed=True)
-        if is_of_one_chunk(producer_of(node), self.layout):
-            self.buffers[index] = replace(self.buffers[index], is_of_one_chunk=True)
-        elif node.target in ROUNDED_ONCE and count == 1:
+        index = self._new_sum(node, self.total_type(node), zeroed=node.target in ADD_TO_SOME)
+        if node.target in ROUNDED_ONCE and count == 1:
             self.buffers[index] = replace(self.buffers[index], of_one=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         adder = ADDERS.get(node.target)
-        function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node),))
+        function, arguments = adder(self, node) if adder is not None else (sums.add, (self.value(node), self.is_first()))
         self.graph.call_function(function, (total, *arguments))
         self.symbols |= free_symbols([count])
         return Kept(index, dtype, count)

@@ -17,6 +17,7 @@ from torch import fx
 from streamfx.budget import bytes_of, in_bytes
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts, known
@@ -34,7 +35,7 @@ from streamfx.passes.partition.plan import Plan
 
 EFFICIENT_TOKENS = 512  # below this a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MOST_STEPS = 4
+MOST_STEPS = 5
 MARGIN = 0.95  # how much of what is left a larger chunk aims at
 WORTHWHILE = 1.25  # chunks that are larger by less are not looked for
 NEAR = 1.03  # an estimate this far above the budget is worth a simulation
@@ -119,23 +120,41 @@ class _Search:
     plans: dict[Candidate, Facts] = field(default_factory=dict)
 
     def best(self) -> Facts:
-        """The facts of the first candidate that fits with chunks of a good size; else of the first that fits with small ones."""
+        """The facts of the fastest candidate that fits with chunks of a good size; else of the first that fits with small ones.
+
+        Each candidate keeps less than the one before it, which leaves room for larger chunks: one that fits is taken, unless the
+        next one is faster.
+        """
         fallback: tuple[Candidate, Facts] | None = None
+        found: tuple[float, Facts, int | None] | None = None
         for candidate in self.candidates():
             facts = self.rewritten(candidate)
             program = known(facts.program)
             least, good = self.working_sets(program)
             cost = self.simulate(candidate, program, good)
             if cost.peak <= self.left:
-                return self.chosen(facts, self.enlarged(candidate, program, good, cost))
-            if good != least and fallback is None:
+                size = self.enlarged(candidate, program, good, cost)
+                seconds = self.seconds(self.simulate(candidate, program, size))
+                if found is not None and seconds >= found[0]:
+                    break
+                found = seconds, facts, size
+            elif found is not None:
+                break
+            elif good != least and fallback is None:
                 cost = self.simulate(candidate, program, least)
                 if cost.peak <= self.left:
                     fallback = candidate, facts
+        if found is not None:
+            return self.chosen(*found[1:])
         if fallback is None:
             raise over_budget(self.budget, self.held, self.smallest)
         candidate, facts = fallback
         return self.chosen(facts, self.between(candidate, known(facts.program)))
+
+    def seconds(self, cost: Cost) -> float:
+        """About how long a step takes, with element-wise work fused."""
+        work = cost.work.compiled
+        return rates_of(device_of(self.facts.joint.graph)).seconds(work.flops, work.moved + work.total_bytes, work.launches)
 
     # -- candidates
 
@@ -227,18 +246,18 @@ class _Search:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         most = max(self.lengths.number(chunk.row_bytes) for chunk in automatic) * self.length
-        low, high = size, most
+        low, high, has_failed = size, most, False
         for _ in range(MOST_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.left - cost.peak) * low / work)
-            tried = min(high, aim) if aim < high or high == most else (low + high) // 2
+            tried = aim if aim < high else math.isqrt(low * high) if has_failed else high
             if tried < low * WORTHWHILE:
                 break
             found = self.simulate(candidate, program, tried)
             if found.peak <= self.left:
                 low, cost = tried, found
             else:
-                high = tried
+                high, has_failed = tried, True
         return low
 
     def between(self, candidate: Candidate, program: Program) -> int:

@@ -63,13 +63,9 @@ class EagerStep:
             forward_peak=forward.peak,
             backward_peak=0 if self.backward is None else self.backward.peak,
             held=forward.points[-1].total if forward.points else 0,
-            flops=last.work.flops,
-            masked_flops=last.work.masked_flops,
-            moved=last.work.moved,
-            attention_flops=last.work.attention_flops,
+            work=last.work,
             layer_flops=self.layer_flops,
             layer_attention=self.layer_attention,
-            launches=last.work.launches,
             forward_wire=begun.wire,
             backward_wire=last.work.minus(begun).wire,
             forward_curve=_curve(forward, NO_WORK),
@@ -97,6 +93,7 @@ def eager_step(
         layer.forward = marks.noted(number, meter.watched(layer.forward))
     with meter, following(Turns(meter) if of_few else None):
         outputs = call()
+        meter.flush()
         forward = Half(tuple(recorder.points), meter.work, tuple(marks.forward))
         recorder.points = [point._replace(work=meter.work) for point in recorder.points[-1:]]
         roots = [value for value in tensors_returned(outputs) if value.requires_grad]
@@ -104,6 +101,7 @@ def eager_step(
         if forward_only or not roots:
             return EagerStep(forward, None, meter.watched_flops, meter.watched_attention)
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        meter.flush()
         backward = Half(tuple(recorder.points), meter.work, tuple(marks.backward))
         return EagerStep(forward, backward, meter.watched_flops, meter.watched_attention)
 

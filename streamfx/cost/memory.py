@@ -21,7 +21,7 @@ from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.stand_ins import with_stand_ins
 from streamfx.cost.terms import GRADIENTS, terms_of
 from streamfx.cost.wire import Traffic, added
-from streamfx.cost.work import Work
+from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import OuterRunner
@@ -31,14 +31,16 @@ from streamfx.torch_private.sizes import size_hint
 
 @dataclass(frozen=True)
 class LoopCost:
-    """FLOPs of all chunks of a loop, the rows that a chunk has, how many there are, and what they send to other ranks."""
+    """The work of all chunks of a loop, the rows that a chunk has, how many there are, and what they send to other ranks."""
 
-    flops: int
+    work: Work
     rows: int
-    moved: int = 0
-    launches: int = 0
     sent: Traffic = field(default_factory=Traffic)
     chunks: int = 0
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
 
 @dataclass(frozen=True)
@@ -46,35 +48,31 @@ class Cost:
     """What a step through one graph costs; bytes do not count parameters and inputs.
 
     forward_peak: bytes at most in the forward half; backward_peak: in the backward half, all that was kept for it included.
-    held: bytes that the forward half leaves: results and saved values. attention_flops: those of fused attention, masked_flops:
-    of them, those without a causal flag, of which a mask may hide some. layer_flops, layer_attention: those of the forward
-    half of layers, of calls in which these were asked for. moved: bytes that operators read and write. forward_terms,
-    backward_terms: the bytes of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of
-    calls in eager. launches: operators that are no views. product_bytes, total_bytes: see
-    `Work`. forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes
-    come and go, where that is recorded.
+    held: bytes that the forward half leaves: results and saved values. layer_flops, layer_attention: FLOPs, and those of
+    attention, of the forward half of layers, of calls in which these were asked for. forward_terms, backward_terms: the bytes
+    of both peaks, by what they are for (see `terms.py`). gradients: bytes of those of parameters, of calls in eager.
+    forward_wire, backward_wire: what each half sends to other ranks, by kind. forward_curve, backward_curve: how bytes come and
+    go, where that is recorded.
     """
 
     forward_peak: int
     backward_peak: int
     held: int
-    flops: int
-    masked_flops: int = 0
+    work: Work = NO_WORK
     loops: dict[str, LoopCost] = field(default_factory=dict)
-    moved: int = 0
     forward_terms: dict[str, int] = field(default_factory=dict)
     backward_terms: dict[str, int] = field(default_factory=dict)
-    attention_flops: int = 0
     layer_flops: int = 0
     layer_attention: int = 0
     gradients: int = 0
-    launches: int = 0
-    product_bytes: int = 0
-    total_bytes: int = 0
     forward_wire: Mapping[str, Traffic] = field(default_factory=dict)
     backward_wire: Mapping[str, Traffic] = field(default_factory=dict)
     forward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
     backward_curve: Curve = field(default_factory=Curve, compare=False, repr=False)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
     @property
     def peak(self) -> int:
@@ -119,6 +117,7 @@ def cost_of(
         given = [value for node, value in zip(placeholders, inputs, strict=True) if not is_token(node)]
         with meter:
             results = list(OuterRunner(forward)(list(inputs)))
+            meter.flush()
             forward_terms = meter.peak_terms
             forward_peak, held, forward_work = meter.restart_peak(), meter.live, meter.work
             forward_curve = meter.recorded(Work())
@@ -129,22 +128,17 @@ def cost_of(
                 run_in_stretches(backward, _given_backward(backward, saved), handed, inputs, meter)
             elif backward is not None:
                 gradients = OuterRunner(backward)(_given_backward(backward, saved))
+            meter.flush()
             if copied := largest_copied(given, gradients or ()):
                 meter.reached(Rise(copied, {GRADIENTS: copied}))
             cost = Cost(
                 forward_peak=forward_peak,
                 backward_peak=meter.peak if backward is not None else 0,
                 held=held,
-                flops=meter.flops,
-                masked_flops=meter.masked_flops,
+                work=meter.work,
                 loops={**_loop_costs(forward), **_loop_costs(backward)},
-                moved=meter.moved,
                 forward_terms=_nonzero(forward_terms),
                 backward_terms=_nonzero(meter.peak_terms),
-                attention_flops=meter.attention_flops,
-                launches=meter.work.launches,
-                product_bytes=meter.work.product_bytes,
-                total_bytes=meter.work.total_bytes,
                 forward_wire=forward_work.wire,
                 backward_wire=meter.work.minus(forward_work).wire,
                 forward_curve=forward_curve,
@@ -212,5 +206,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
-    work = loop.work
-    return LoopCost(work.flops, min(loop.rows, loop.length), work.moved, work.launches, added(work.wire.values()), loop.count)
+    return LoopCost(loop.work, min(loop.rows, loop.length), added(loop.work.wire.values()), loop.count)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
+from streamfx.cost.fusion import Fusion, is_fusible
+from streamfx.cost.kernels import by_kernel
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.totals import added_to, bytes_of_total
@@ -37,6 +39,9 @@ class Rise:
     terms: dict[str, int] = field(default_factory=dict)
 
 
+ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # the last argument
+COPIES = torch.ops.aten.copy_.default
+UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 ASKS_DEVICE = torch.ops.prim.device.default
 
 
@@ -61,6 +66,7 @@ class Meter(TorchDispatchMode):
         self.peak_terms: dict[str, int] = {}
         self.recorder: Recorder | None = None
         self._sizes: dict[int, tuple[int, str]] = {}
+        self._fusion = Fusion()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -181,7 +187,18 @@ class Meter(TorchDispatchMode):
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
-        self.work = self.work.plus(_work_of(func, args, kwargs, out))
+        if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) in UNWRITTEN:
+            return
+        work = _work_of(func, args, kwargs, out)
+        moved, kernels = self._fusion.follow(func, (args, kwargs), out)
+        if not is_fusible(func):
+            moved, kernels = moved + work.moved, kernels + work.launches
+        self.work = self.work.plus(work._replace(fused=moved, kernels=kernels))
+
+    def flush(self) -> None:
+        """Count what fused kernels write of the values that somebody holds."""
+        moved, kernels = self._fusion.flush()
+        self.work = self.work._replace(fused=self.work.fused + moved, kernels=self.work.kernels + kernels)
 
     def _note_new(self, out: Any, arguments: Any, term: str) -> None:
         made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
@@ -207,14 +224,12 @@ class Meter(TorchDispatchMode):
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
-    if getattr(func, "is_view", False):
-        return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
         arguments = arguments_by_name(func, args, kwargs)
         hides = arguments.get("is_causal") or "left" in arguments
-        return Work(flops, 0, flops, 1, masked_flops=0 if hides else flops)
-    moved = sum(value.nbytes for value in tensors_in((args, kwargs, out)))
+        return Work(flops, 0, flops, 1, masked_flops=0 if hides else flops, **by_kernel(func.name(), arguments, flops))
+    moved = _moved(func, args, kwargs, out)
     if (sent := sent_by(func, args, kwargs, out)) is not None:
         name = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
         calls, size, far = sent.traffic
@@ -226,6 +241,14 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
     added = bytes_of_total(func, args, total)
     return Work(flops, 0, 0, 1, read + added, added)
+
+
+def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes that an operator reads and writes: of rows that it adds to others, these and those that it adds to."""
+    if func in ADDS_ROWS:
+        return 3 * args[-1].nbytes if isinstance(args[-1], Tensor) else 0
+    read = args[1:] if func is COPIES else args
+    return sum(value.nbytes for value in tensors_in((read, kwargs, out)))
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:

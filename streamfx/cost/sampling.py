@@ -120,6 +120,7 @@ class SampledLoop(Loop):
             self._marks.append((position, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
             made: Sequence[Any] = self.spec.body(*feeds)
+            self.meter.flush()
         self._costs[position] = self.meter.work.minus(before)
         return made
 

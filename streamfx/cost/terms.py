@@ -64,7 +64,7 @@ def _buffers(spec: LoopSpec) -> tuple[str, ...]:
     totals = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.where}
     kept = {item.buffer for item in spec.yields if isinstance(item, Kept)}
     return tuple(
-        (GRADIENTS if i in kept and buffer.zeroed else STATES) if i in totals else KEY_GRADIENTS if buffer.zeroed else KEYS
+        (GRADIENTS if i in kept and buffer.is_sum else STATES) if i in totals else KEY_GRADIENTS if buffer.is_sum else KEYS
         for i, buffer in enumerate(spec.buffers)
     )
 

@@ -15,8 +15,9 @@ ADDS_TO_A_TOTAL = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRO
 
 
 def added_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The total that an operator adds a product to."""
-    return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL else None
+    """The total that an operator adds a product to; none if it writes the first part."""
+    is_first = func is ADD_PRODUCT and args[-1]
+    return kwargs.get("out", args[0]) if func in ADDS_TO_A_TOTAL and not is_first else None
 
 
 def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:

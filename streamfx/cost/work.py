@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 from streamfx.cost.wire import KINDS, Traffic
@@ -10,6 +12,10 @@ from streamfx.cost.wire import KINDS, Traffic
 
 class Work(NamedTuple):
     """FLOPs, bytes moved by operators without any, FLOPs of fused attention, and operators launched.
+
+    `fused` and `kernels` are the bytes moved and the operators launched if a compiler fuses element-wise work (`fusion.py`).
+    `cudnn`, `flash` and their `_backward` are the FLOPs of attention by the kernel and pass that compute them; the others are
+    those of slower kernels.
 
     Bytes that products read and write, and those of them that are of totals that they add to. Calls that send something to other
     ranks, the bytes, and those of them that leave the machine, by kind. FLOPs of fused attention without a causal flag, of which
@@ -32,6 +38,17 @@ class Work(NamedTuple):
     exchanged: int = 0
     exchanged_far: int = 0
     masked_flops: int = 0
+    fused: int = 0
+    kernels: int = 0
+    cudnn: int = 0
+    cudnn_backward: int = 0
+    flash: int = 0
+    flash_backward: int = 0
+
+    @property
+    def compiled(self) -> Work:
+        """The same work with element-wise operators fused."""
+        return self._replace(moved=self.fused, launches=self.kernels)
 
     @property
     def wire(self) -> dict[str, Traffic]:
@@ -41,6 +58,15 @@ class Work(NamedTuple):
         exchanges = Traffic(self.exchanges, self.exchanged, self.exchanged_far)
         return dict(zip(KINDS, (gathers, reductions, exchanges), strict=True))
 
+    def without_hidden(self, hidden: int) -> Work:
+        """The same without so many FLOPs of attention, on pairs that masks hide: as many of each kernel as its share of all."""
+
+        def shown(count: int) -> int:
+            return count - hidden * count // self.attention_flops if hidden else count
+
+        kernels = {name: shown(getattr(self, name)) for name in ATTENTION}
+        return self._replace(flops=self.flops - hidden, attention_flops=self.attention_flops - hidden, **kernels)
+
     def plus(self, other: Work) -> Work:
         return Work(*map(operator.add, self, other))
 
@@ -48,4 +74,9 @@ class Work(NamedTuple):
         return Work(*map(operator.sub, self, other))
 
 
+ATTENTION = ("cudnn", "cudnn_backward", "flash", "flash_backward")  # fields that count attention's FLOPs by kernel and pass
 NO_WORK = Work()
+
+
+def summed(works: Iterable[Work]) -> Work:
+    return reduce(Work.plus, works, NO_WORK)

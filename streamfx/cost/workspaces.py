@@ -47,6 +47,14 @@ def _flash_backward(arguments: Arguments) -> int:
     return batch * heads * rows * (1 + padded) * FLOAT + expanded
 
 
+def _cudnn_backward(arguments: Arguments) -> int:
+    """cudnn-frontend: node/scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, dK_fullhead and dV_fullhead."""
+    batch, heads, rows, width = arguments["query"].shape
+    groups, keys, value_width = arguments["value"].shape[1:]
+    expanded = batch * keys * heads * (width + value_width) * arguments["query"].element_size() if groups != heads else 0
+    return batch * heads * rows * (1 + width) * FLOAT + expanded
+
+
 def _window_backward(arguments: Arguments) -> int:
     """`cuda_windows.py`: of flash attention, or of the memory-efficient kernel."""
     is_flash = cuda_attention.takes_flash(arguments["query"], arguments["value"], arguments.get("scale"))
@@ -90,6 +98,7 @@ def _up(number: int, multiple: int) -> int:
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     cuda_windows.ATTENTION_WINDOW_BACKWARD: _window_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,

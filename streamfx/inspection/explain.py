@@ -19,6 +19,7 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
+from streamfx.cost.work import summed
 from streamfx.errors import NotTraced, ReportError
 from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
@@ -143,7 +144,7 @@ class Explanation(OfOneProcess, Exports):
             >>> found.summary()["sequence"], found.summary(with_baseline=False)["baseline_flops"]
             ([64], 0)
         """
-        streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0, 0)
+        streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0)
         # at the end all gradients are there, those of what runs between graphs, too: `baseline.gradients`
         return {
             "graphs": len(self.call.graphs),
@@ -300,15 +301,15 @@ class Explanation(OfOneProcess, Exports):
             >>> found.visible(found.baseline) == found.baseline  # nothing is masked
             True
         """
-        if not cost.masked_flops:
+        work = cost.work
+        if not work.masked_flops:
             return cost
         shown, charged = (sum(counts) for counts in zip(*map(masked_attention_flops, self._called), strict=True))
-        hidden = cost.masked_flops * (charged - shown) // charged if charged else 0
-        in_layers = cost.layer_attention * hidden // cost.attention_flops if hidden else 0
+        hidden = work.masked_flops * (charged - shown) // charged if charged else 0
+        in_layers = cost.layer_attention * hidden // work.attention_flops if hidden else 0
         return replace(
             cost,
-            flops=cost.flops - hidden,
-            attention_flops=cost.attention_flops - hidden,
+            work=work.without_hidden(hidden),
             layer_flops=cost.layer_flops - in_layers,
             layer_attention=cost.layer_attention - in_layers,
         )
@@ -317,9 +318,7 @@ class Explanation(OfOneProcess, Exports):
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
         gradients = [gradient_bytes(graph) for graph in self._called]
         peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
-        names = ("held", "flops", "masked_flops", "attention_flops")
-        held, flops, masked, attention = (sum(getattr(cost, name) for cost in costs) for name in names)
-        return Cost(peak, peak, held, flops, masked, attention_flops=attention, forward_curve=curve)
+        return Cost(peak, peak, sum(cost.held for cost in costs), summed(cost.work for cost in costs), forward_curve=curve)
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:

@@ -12,10 +12,14 @@ from streamfx.integrations.target import Target
 from streamfx.integrations.targets import Found, found_in
 from streamfx.log import log
 from streamfx.of_one_process import OfOneProcess
+from streamfx.options import resolved
 from streamfx.report.first_step import Compiled
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
 ORIGIN = "streamfx.enable(...)"
+USE_MEMORY = (
+    'recommended on a GPU: memory_budget="auto", with which a step uses the memory that is free: larger chunks, less recomputed'
+)
 SHOWN = 3  # graphs of which a line says what became
 
 
@@ -110,11 +114,18 @@ class Enabled(OfOneProcess):
         """Whether any of the modules runs through the backend now."""
         return any(calls.is_installed for calls in self.calls.values())
 
+    @property
+    def _leaves_memory(self) -> bool:
+        """Whether a step on a GPU runs in small chunks, though more memory may be free."""
+        parameters = (parameter for target in self.targets for parameter in target.module.parameters())
+        return resolved(self.options).memory_budget is None and any(own.device.type == "cuda" for own in parameters)
+
     def __str__(self) -> str:
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
         engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
         lines += [f"  {engine}" for engine in engines]
         lines += [f"  nothing is compiled: {SWITCHED_OFF}"] if self._is_off else []
+        lines += [f"  {USE_MEMORY}"] if self._leaves_memory else []
         alike: dict[tuple[str, str], list[Target]] = {}
         for target in self.targets:
             alike.setdefault((type(target.module).__name__, target.why), []).append(target)

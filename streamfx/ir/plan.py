@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -14,6 +15,9 @@ from streamfx.ir.sizes import Size
 LEAST_WORKING_SET = 64 << 20  # bytes: below this a smaller chunk saves nothing worth having
 LEAST_ROWS = 64
 MULTIPLE = 8
+TILE = 128  # rows: chunks of a multiple of it are what attention's fastest kernels take
+TILED = 4 * TILE  # rows from which on rounding to a multiple of `TILE` changes little
+NEAR = (0.8, 1.5)  # of the wished number of chunks: so many may be had instead, to have them equal
 BUSY_WORKING_SET = 3 << 30  # bytes: so much may be worked on to keep a device busy that needs many rows for that
 SHARE = 16  # a chunk's work may take one in so many of the bytes that a step holds, where it saves time
 
@@ -41,15 +45,23 @@ class AutoChunk:
     most: int | None = None
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
-        """Rows per chunk for a sequence of `length`, chunks being equally long up to rounding."""
-        working_set, least = self.working_set, MULTIPLE
+        """Rows per chunk for a sequence of `length`: equal chunks of a multiple of `TILE` rows, if there are any near the
+        wish."""
+        is_limit, working_set = self.working_set is not None, self.working_set
         if working_set is None:
-            working_set, least = self._bytes_of_work(length, row_bytes, stream_bytes), LEAST_ROWS
-        most = max(least, working_set // max(row_bytes, 1))
+            working_set = self._bytes_of_work(length, row_bytes, stream_bytes)
+        most = max(MULTIPLE if is_limit else LEAST_ROWS, working_set // max(row_bytes, 1))
         most = most if self.most is None else min(most, self.most)
         count = max(1, -(-length // most))
+        fewest = count if is_limit else math.ceil(NEAR[0] * count)
+        whole = range(fewest, int(NEAR[1] * count) + 1) if length else ()
+        if equal := next((n for n in whole if length % (n * math.lcm(TILE, self.granule)) == 0), 0):
+            return length // equal
         rows = -(-length // count)
-        rows = -(-rows // MULTIPLE) * MULTIPLE
+        if rows < TILED:
+            rows = -(-rows // MULTIPLE) * MULTIPLE
+        elif count > 1:
+            rows = rows // TILE * TILE if is_limit else -(-rows // TILE) * TILE
         rows = min(length, -(-rows // self.granule) * self.granule) or 1
         return rows if self.most is None else min(rows, self.most)
 

@@ -91,12 +91,19 @@ class ChunkKey:
     """The number of the chunk, for random draws that must be repeated."""
 
 
-Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey"
+@dataclass(frozen=True)
+class IsFirst:
+    """Whether the chunk is the first one that runs: it writes sums, to which the others add."""
+
+
+Feed: TypeAlias = "Same | Part | Number | BufferPart | ChunkKey | IsFirst"
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a loop keeps from chunk to chunk: rows that later queries see, or a sum, which may be that of one chunk alone.
+    """What a loop keeps from chunk to chunk: rows that later queries see, a carry, or a sum (`is_sum`).
+
+    It is `zeroed` if some of it may be read or added to before it is written.
 
     A sum whose parts are products that are rounded as they are added is as good in the type `of_one` where there is one chunk.
     """
@@ -106,7 +113,7 @@ class Buffer:
     dtype: torch.dtype
     device: torch.device
     zeroed: bool
-    is_of_one_chunk: bool = False
+    is_sum: bool = False
     of_one: torch.dtype | None = None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from streamfx.arguments import one_of
 from streamfx.cost.wire import Traffic
+from streamfx.cost.work import ATTENTION, Work
 from streamfx.errors import PlanError
 from streamfx.runtime.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
 
@@ -21,7 +22,8 @@ class Device:
     """FLOPs of 16-bit products and bytes of memory moved per second, as reached in practice; `kind` says which kernels run.
 
     `wires` are the bytes per second that a device sends to others of its machine, and to other machines, `to_host` those that it
-    copies to its host's memory, or from there; none where not known.
+    copies to its host's memory, or from there; none where not known. `attention` are the FLOPs per second that kernels of fused
+    attention reach, by the names in `cost.work.ATTENTION`; those of products where not known.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Device:
     kind: DeviceKind
     wires: tuple[float, float] | None = None
     to_host: float | None = None
+    attention: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def near_and_far(self) -> tuple[float, float]:
@@ -49,13 +52,18 @@ class Device:
         """Seconds that it takes to copy so many bytes to the host, or back; nothing where that is not known."""
         return size / self.to_host if self.to_host else 0.0
 
-    def seconds(self, flops: int, moved: int, launches: int = 0) -> float:
-        """Time of work that computes so many FLOPs and, in operators that compute none, moves so many bytes.
+    def seconds(self, work: Work) -> float:
+        """Seconds of work: of its products, of attention at the rate of each kernel and pass, and of the bytes that other
+        operators
+        move, or that sums over chunks add to products.
 
-        The host launches operators meanwhile, and is waited for where that takes longer.
+        The host launches operators meanwhile, and is waited for if that takes longer.
         """
-        waits = launches * LAUNCH if self.kind.type == "cuda" else 0
-        return max(flops / self.flops + moved / self.bandwidth, waits)
+        by_kernel = {name: getattr(work, name) for name in ATTENTION}
+        others = work.flops - sum(by_kernel.values())
+        computing = others / self.flops + sum(count / self.attention.get(name, self.flops) for name, count in by_kernel.items())
+        waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
+        return max(computing + (work.moved + work.total_bytes) / self.bandwidth, waits)
 
 
 LAUNCH = 5e-6  # seconds of the host per operator
@@ -77,6 +85,13 @@ WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, I
     "RTX4090": (32e9, 12.5e9),
     "MI300X": (448e9, 50e9),
 }
+HOPPER = {  # FLOP/s reached with heads of 128 and 16K keys, by the charts of the FlashAttention-3 paper (arXiv 2407.08608)
+    "cudnn": 539e12,
+    "cudnn_backward": 516e12,
+    "flash": 335e12,
+    "flash_backward": 322e12,
+}
+ATTENTION_RATES = {"H100": HOPPER, "H200": HOPPER}
 PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
     "A100": (312e12, 2.039e12, (8, 0)),
     "H100": (989e12, 3.35e12, (9, 0)),
@@ -99,7 +114,8 @@ def device_called(name: str) -> Device:
     kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
     near, far = WIRES[known[name.lower()]]
     wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
-    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires, host)
+    attention = ATTENTION_RATES.get(known[name.lower()], {})
+    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires, host, attention)
 
 
 def here() -> torch.device:

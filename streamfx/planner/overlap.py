@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from streamfx.cost.memory import Cost
 from streamfx.cost.wire import EXCHANGES, GATHERS, REDUCTIONS, Traffic, added
+from streamfx.cost.work import NO_WORK, Work, summed
 from streamfx.ir.facts import Facts
 from streamfx.planner.host import Copies, copies_by_loop
 from streamfx.report.stages import loops_of
@@ -33,9 +34,7 @@ class Stretch:
     """
 
     half: str
-    flops: int = 0
-    moved: int = 0
-    launches: int = 0
+    work: Work = NO_WORK
     gathered: Traffic = NOTHING
     reduced: Traffic = NOTHING
     alone: Traffic = NOTHING
@@ -72,11 +71,11 @@ def stretches_of(facts: Facts, cost: Cost) -> tuple[Stretch, ...]:
 def _together(half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]) -> Stretch:
     loops = [cost.loops[name] for name in names]
     own = [sent[name][half] for name in names if name in sent]
-    flops, moved, launches = (sum(getattr(loop, key) for loop in loops) for key in ("flops", "moved", "launches"))
+    work = summed(loop.work for loop in loops)
     gathered, reduced = (added(columns[kind] for columns in own) for kind in (GATHERS, REDUCTIONS))
     alone = added(columns[kind] for columns in own for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))
-    return Stretch(half, flops, moved, launches, gathered, reduced, alone, copied)
+    return Stretch(half, work, gathered, reduced, alone, copied)
 
 
 def waited(stretches: Sequence[Stretch], seconds: Seconds) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.terms import INPUTS, OPTIMIZER, OTHER, PARAMETERS
-from streamfx.cost.work import Work
+from streamfx.cost.work import Work, summed
 from streamfx.inspection.curves import curve_of_call
 from streamfx.inspection.eager import Around, eager_cost
 from streamfx.inspection.explain import Explanation
@@ -30,13 +30,14 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Way:
-    """A step by one way of running it; `attention_flops` are those of the FLOPs that fused attention takes."""
+    """The peak and the work of a step by one way of running it."""
 
     peak_bytes: int
-    flops: int
-    moved: int
-    attention_flops: int
-    launches: int
+    work: Work
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,7 @@ class Prediction:
     batch: int
     peak_bytes: int
     peak_by_term: dict[str, int]
-    flops: int
-    attention_flops: int
-    moved: int
-    launches: int
-    product_bytes: int
-    total_bytes: int
+    work: Work
     stages: list[dict[str, Any]]
     choices: list[dict[str, Any]]
     budget: int | None
@@ -73,6 +69,10 @@ class Prediction:
     sequence: tuple[int | None, ...] = ()
     flows: tuple[list[Handed], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
 
 def predict(
@@ -110,12 +110,7 @@ def predict(
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
         peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
-        flops=int(summary["flops"]),
-        attention_flops=sum(cost.attention_flops for cost in costs),
-        moved=sum(cost.moved for cost in costs),
-        launches=sum(cost.launches for cost in costs),
-        product_bytes=sum(cost.product_bytes for cost in costs),
-        total_bytes=sum(cost.total_bytes for cost in costs),
+        work=summed(cost.work for cost in costs),
         stages=list(summary["stages"]),
         choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
         budget=next((fitting.budget for fitting in fittings), None),
@@ -150,10 +145,10 @@ def held_by(model: nn.Module) -> int:
 
 
 def _way(cost: Cost, held: int) -> Way:
-    return Way(held + cost.peak, cost.flops, cost.moved, cost.attention_flops, cost.launches)
+    return Way(held + cost.peak, cost.work)
 
 
 def _layers_twice(eager: Cost) -> tuple[int, int] | None:
     if not eager.layer_flops:
         return None
-    return eager.flops + eager.layer_flops, eager.attention_flops + eager.layer_attention
+    return eager.flops + eager.layer_flops, eager.work.attention_flops + eager.layer_attention

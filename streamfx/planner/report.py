@@ -12,6 +12,7 @@ from streamfx.budget import in_bytes
 from streamfx.cost.terms import OPTIMIZER
 from streamfx.cost.wire import Traffic, added
 from streamfx.cost.work import Work
+from streamfx.inspection.explain import OURS
 from streamfx.planner.devices import Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import NOTHING, Seconds, waited
@@ -28,11 +29,15 @@ from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
 KINDS = {"linear": "products", "attention": "attention"}
-ASSUMED = "60 % of published rates; nothing but products and attention fused; 5 us of the host per operator"
-ASSUMED_HERE = "rates of one product and one copy; nothing but products and attention fused"
+ASSUMED = (
+    "60 % of published rates, attention as measured by others; element-wise work fused if compiled; 5 us of the host per kernel"
+)
+ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
 ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
 ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
 NONE = Limits()
+COMPILED = "compiled_seconds"
+TIMES = ("seconds", COMPILED)
 LAYERS_TWICE = "gradient checkpointing, whole layers"
 
 
@@ -123,7 +128,7 @@ class PlanReport(Exports):
             "flops": found.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": {name: by_kind(*counts) for name, counts in self._counts().items()},
-            "seconds": self.device.seconds(found.flops, found.moved, found.launches) + sum(self._waited()),
+            "seconds": self._seconds(found.work) + sum(self._waited()),
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
@@ -131,9 +136,9 @@ class PlanReport(Exports):
             "context": self.ranks.context,
             "host": self._host(),
             "wire": self._wire(),
-            "launches": found.launches,
-            "bytes_of_products": found.product_bytes,
-            "bytes_of_totals": found.total_bytes,
+            "launches": found.work.launches,
+            "bytes_of_products": found.work.product_bytes,
+            "bytes_of_totals": found.work.total_bytes,
             "device": self.device.name,
             "ways": other,
             "choices": found.choices,
@@ -147,11 +152,10 @@ class PlanReport(Exports):
     @cached_property
     def timeline(self) -> Timeline:
         """Bytes alive over the step, by term, beside those of other ways; its peak is `peak_bytes` of the summary."""
-
-        def seconds(work: Work) -> float:
-            return self.device.seconds(work.flops, work.moved, work.launches)
-
-        courses = (course_of(way, curve, seconds, flops) for way, (curve, flops) in self.prediction.curves.items())
+        courses = (
+            course_of(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
+            for way, (curve, flops) in self.prediction.curves.items()
+        )
         waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
         return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed}{waiting}")
 
@@ -207,7 +211,7 @@ class PlanReport(Exports):
         if self.ranks.shard == ZERO1:
             late = added(part.reduced for part in stretches).halved
             stretches = tuple(replace(part, reduced=part.reduced.halved) for part in stretches)
-        computes = Seconds(lambda part: device.seconds(part.flops, part.moved, part.launches), device.sending, device.copying)
+        computes = Seconds(lambda part: self._seconds(part.work), device.sending, device.copying)
         sent, copied = waited(stretches, computes)
         return device.sending(late) + sent, copied
 
@@ -220,13 +224,17 @@ class PlanReport(Exports):
     def _counts(self) -> dict[str, tuple[int, int]]:
         """FLOPs, and those of attention, by way."""
         found = self.prediction
-        counts = {"streambp": (found.flops, found.attention_flops)}
-        counts |= {name: (way.flops, way.attention_flops) for name, way in found.ways.items()}
+        works = {"streambp": found.work, **{name: way.work for name, way in found.ways.items()}}
+        counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
         return counts | ({LAYERS_TWICE: found.layers_twice} if found.layers_twice else {})
 
     def _way(self, way: Way) -> dict[str, Any]:
-        seconds = self.device.seconds(way.flops, way.moved, way.launches)
-        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.launches, "seconds": seconds}
+        seconds = {name: self.device.seconds(work) for name, work in (("seconds", way.work), (COMPILED, way.work.compiled))}
+        return {"peak_bytes": way.peak_bytes, "flops": way.flops, "launches": way.work.launches, **seconds}
+
+    def _seconds(self, work: Work) -> float:
+        """Seconds of our own work: a compiler fuses what lies between products, unless bodies are to run eagerly."""
+        return self.device.seconds(work if self.prediction.options.get("bodies") == "eager" else work.compiled)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -249,7 +257,7 @@ class PlanReport(Exports):
             yield f"             {in_bytes(size):>10}  {term}"
         yield from self._waiting(summary["host"])
         yield ""
-        yield from table(["", "peak", "compute", f"time on {self.device.name}"], self._comparison(summary))
+        yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison(summary))
         if found.not_checkpointed:
             yield f"  not compared with gradient checkpointing: {found.not_checkpointed}"
         yield from self._shares(summary["flops_by_kind"])
@@ -305,7 +313,15 @@ class PlanReport(Exports):
 
     def _comparison(self, summary: dict[str, Any]) -> list[list[str]]:
         rows = [("streambp", summary), *summary["ways"].items()]
-        return [[name, in_bytes(row["peak_bytes"]), in_flops(row["flops"]), in_seconds(row["seconds"])] for name, row in rows]
+        return [
+            [
+                name,
+                in_bytes(row["peak_bytes"]),
+                in_flops(row["flops"]),
+                *(in_seconds(row[key]) if key in row else "" for key in TIMES),
+            ]
+            for name, row in rows
+        ]
 
     def _shares(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
         """What is computed, against checkpointing that runs the forward half of each layer twice."""

@@ -47,7 +47,7 @@ def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, Lo
 
 def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
     half = "forward" if is_forward else "backward"
-    return LoopReport(loop.spec.name, half, cost.chunks, cost.rows, cost.flops, cost.launches)
+    return LoopReport(loop.spec.name, half, cost.chunks, cost.rows, cost.flops, cost.work.launches)
 
 
 def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:

@@ -19,6 +19,7 @@ from streamfx.ir.program import (
     Buffer,
     BufferPart,
     ChunkKey,
+    IsFirst,
     Kept,
     LoopSpec,
     Number,
@@ -169,6 +170,8 @@ def feed_text(feed: Any, source: str) -> str:
             return str(sympy.sympify(feed.value).subs({START: sympy.Symbol("s"), STOP: sympy.Symbol("e")}))
         case ChunkKey():
             return "s"
+        case IsFirst():
+            return "whether this chunk runs first"
     return str(feed)
 
 

@@ -96,7 +96,7 @@ class Timeline:
 def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None) -> Course:
     """A curve over seconds; `flops` are those of its end, where what was counted along it has some that a mask hides."""
     end = seconds(curve.work)
-    final = end if flops is None else seconds(curve.work._replace(flops=flops))
+    final = end if flops is None else seconds(curve.work.without_hidden(curve.work.flops - flops))
     scale = final / end if end else 1.0
     moments, latest = list[float](), 0.0
     for point in curve.points:

@@ -31,9 +31,9 @@ def append(visible: Tensor, own: Tensor, value: Tensor, shape: Sequence[int]) ->
     return visible.reshape(shape)
 
 
-def add_rows(visible: Tensor, part: Tensor) -> None:
-    """Add cotangents to the rows that the chunk's queries saw."""
-    sums.add(visible, part.reshape(visible.shape))
+def add_rows(visible: Tensor, part: Tensor, is_first: bool) -> None:
+    """Add cotangents to the rows that the chunk's queries saw, or write them there if these are all rows and nobody has yet."""
+    sums.add(visible, part.reshape(visible.shape), is_first)
 
 
 def complete(own: Tensor, added: None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -3,12 +3,13 @@
     queries see all keys      causal=False      the past of a chunk
     square causal mask        causal=True       its diagonal, or a whole sequence
 
-cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, whose results `attention.py` merges.
-Masks never come here: since PyTorch 2.11 a masked backward may return NaN (pytorch#196678).
+cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, whose results `attention.py`
+merges. Masks never come here: since PyTorch 2.11 a masked backward may return NaN (pytorch#196678).
 
-The place in PyTorch's sources: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed by the sizes and strides of
-queries, keys and values alone, while a plan also fixes the strides of the result, of its gradient and of the log-sum-exp. So these
-three always have the one layout that `backward` gives them, and a call never meets a plan that was built for another.
+The place in PyTorch's sources: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed by the sizes and
+strides of queries, keys and values alone, while a plan also fixes the strides of the result, of its gradient and of the
+log-sum-exp. So these three always have the one layout that `backward` gives them, and a call never meets a plan that was built
+for another.
 """
 
 from __future__ import annotations

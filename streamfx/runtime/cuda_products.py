@@ -16,26 +16,29 @@ from torch.utils.flop_counter import register_flop_formula
 aten = torch.ops.aten
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+_library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, bool is_first) -> ()")
 
 
 @torch.library.impl(_library, "add_product_", "CompositeExplicitAutograd")
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [.. m n] += left [.. m k] @ right [.. k n]."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """total [.. m n] += left [.. m k] @ right [.. k n], which the first part is written to."""
     if adds_in_place(left.device, left.dtype):
-        _add_in_place(total, left, right)
+        _add_in_place(total, left, right, is_first)
+        return
+    make = torch.mm if left.dim() == 2 else torch.bmm
+    (total.copy_ if is_first else total.add_)(make(left, right, out_dtype=total.dtype))
+
+
+def _add_in_place(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    is_matrix = left.dim() == 2
+    if is_first:
+        (aten.mm if is_matrix else aten.bmm).dtype_out(left, right, total.dtype, out=total)
     else:
-        make = torch.mm if left.dim() == 2 else torch.bmm
-        total.add_(make(left, right, out_dtype=total.dtype))
-
-
-def _add_in_place(total: Tensor, left: Tensor, right: Tensor) -> None:
-    add = aten.addmm.dtype_out if left.dim() == 2 else aten.baddbmm.dtype_out
-    add(total, left, right, total.dtype, out=total)
+        (aten.addmm if is_matrix else aten.baddbmm).dtype_out(total, left, right, total.dtype, out=total)
 
 
 @torch.library.register_fake("streamfx::add_product_", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _fake_add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """Takes no memory."""
 
 
@@ -47,17 +50,18 @@ def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     """
     size = 16
     factor = torch.ones(size, size, dtype=dtype, device=device)
-    total = torch.ones(size, size, device=device)
+    total = torch.full((size, size), torch.nan, device=device)
     try:
-        _add_in_place(total, factor, factor)
-        _add_in_place(total[None], factor[None], factor[None])
+        for view in ((), (None,)):
+            for is_first in (True, False):
+                _add_in_place(total[view], factor[view], factor[view], is_first)
     except (AttributeError, RuntimeError):  # there is no such overload, or it refuses
         return False
-    return bool((total == 2 * size + 1).all())
+    return bool((total == 2 * size).all())
 
 
 @register_flop_formula(torch.ops.streamfx.add_product_)
-def _flops(total: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], **_: Any) -> int:
+def _flops(total: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * math.prod(left) * right[-1]
 
 

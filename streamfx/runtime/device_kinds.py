@@ -17,7 +17,8 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """`type` as PyTorch has it; of those with CUDA its `capability`, and whether the build has flash attention, and cuDNN's attention
+    """`type` as PyTorch has it; of those with CUDA its `capability`, and whether the build has flash attention, and cuDNN's
+    attention
     where PyTorch prefers that (sdp_utils.cpp: check_prefer_cudnn_attention)."""
 
     type: str

@@ -86,7 +86,7 @@ def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends:
     x, y = x[order], y[order]
     for number, (start, stop) in enumerate(_spans(ends)):
         if start < stop:
-            sums.add_mm(total[number], x[start:stop].t(), y[start:stop])
+            sums.add_product(total[number], x[start:stop].t(), y[start:stop], is_first=False)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_code import written_inputs, written_loop
 from streamfx.runtime.mask_programs import Inputs, MaskProgram, coming
-from streamfx.runtime.single_rows import nothing_to_add
 from streamfx.runtime.sizes import compiled_size
 from streamfx.runtime.watch import Place, watching
 
@@ -98,8 +97,6 @@ class Loop(nn.Module):
 
     def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
         sizes = [self.size(size, env) for size in item.shape]
-        if isinstance(item, Buffer) and item.is_of_one_chunk:
-            return nothing_to_add(sizes, item.dtype, item.device)
         make = torch.zeros if zeroed else torch.empty
         is_alone = isinstance(item, Buffer) and item.of_one is not None and env["chunks"] == 1
         return make(sizes, dtype=item.of_one if is_alone else item.dtype, device=item.device)  # type: ignore[union-attr]

@@ -24,7 +24,20 @@ import sympy
 from torch import Tensor
 
 from streamfx.ir import program
-from streamfx.ir.program import CHUNK, BufferPart, ChunkKey, Feed, LoopSpec, Number, Part, Placement, Same, Selector, Stacked
+from streamfx.ir.program import (
+    CHUNK,
+    BufferPart,
+    ChunkKey,
+    Feed,
+    IsFirst,
+    LoopSpec,
+    Number,
+    Part,
+    Placement,
+    Same,
+    Selector,
+    Stacked,
+)
 from streamfx.ir.sizes import Size, free_symbols, simplified
 from streamfx.ir.span import Span
 from streamfx.runtime.buffers import rows_of, rows_view
@@ -181,6 +194,8 @@ class LoopWriter:
                 return self.size(feed.value)
             case ChunkKey():
                 return START
+            case IsFirst():
+                return Code(f"stop == {self._length}" if self.spec.reverse else "start == 0", True)
 
 
 def _is_bound(expression: Any) -> bool:

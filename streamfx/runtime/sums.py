@@ -1,4 +1,7 @@
-"""Sums over chunks, added in place: no second gradient of a weight is ever alive."""
+"""Sums over chunks, added in place: no second gradient of a weight is ever alive.
+
+The chunk that runs first (`is_first`) writes its part, whatever the total holds.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,27 @@ from streamfx.runtime.device_kinds import kind_of
 aten = torch.ops.aten
 
 
-def add(total: Tensor, part: Tensor) -> None:
+def add(total: Tensor, part: Tensor, is_first: bool) -> None:
     """total += part, of any types. Complex numbers are added part by part: with a factor, even of one, their parts would mix."""
     if total.is_complex():
         total, part = torch.view_as_real(total), torch.view_as_real(part.to(total.dtype).resolve_conj())
-    total.add_(part)
-
-
-def add_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [m n] += left [m k] @ right [k n], in one product and rounded once, to the total's type."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-    elif kind_of(left.device).type == "cuda":
-        ADD_PRODUCT(total, left, right)
+    if is_first:
+        total.copy_(part)
     else:
-        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+        total.add_(part)
 
 
-def add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [b m n] += left [b m k] @ right [b k n]."""
-    if total.dtype == left.dtype:
-        torch.baddbmm(total, left, right, out=total)
-    elif kind_of(left.device).type == "cuda":
-        ADD_PRODUCT(total, left, right)
+def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """total [.. m n] += left [.. m k] @ right [.. k n], in one product and rounded once, to the total's type."""
+    if total.dtype != left.dtype and kind_of(left.device).type == "cuda":
+        ADD_PRODUCT(total, left, right, is_first)
+        return
+    left, right = left.to(total.dtype), right.to(total.dtype)
+    is_matrix = left.dim() == 2
+    if is_first:
+        (torch.mm if is_matrix else torch.bmm)(left, right, out=total)
     else:
-        torch.baddbmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+        (torch.addmm if is_matrix else torch.baddbmm)(total, left, right, out=total)
 
 
 def add_looked_up(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:

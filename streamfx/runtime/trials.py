@@ -4,8 +4,8 @@
     def hides(device, dtype, width): return agree(...)
 
 On CUDA the trial runs in a child process: a kernel that reads where it must not ends its process's CUDA context, and with it all
-that a training run holds. The child answers one question per line, and ends when it is asked nothing more for a few seconds. Answers
-are kept in the user's cache folder, by device, versions and source, so a machine pays for a trial once.
+that a training run holds. The child answers one question per line, and ends when it is asked nothing more for a few seconds.
+Answers are kept in the user's cache folder, by device, versions and source, so a machine pays for a trial once.
 """
 
 from __future__ import annotations
@@ -192,15 +192,15 @@ class Child:
             return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False)
         if line:
             return Outcome(*json.loads(line))
-        why = f"the process that tried them {'said nothing for %d s' % LONGEST if not is_there else self._end(process)}"
+        why = f"the process that tried them {self._end(process) if is_there else f'said nothing for {LONGEST} s'}"
         self.stop()
         return Outcome(False, why, lasts=False)
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._errors = tempfile.TemporaryFile("w+")
-            paths = [str(Path.cwd()) if not path else path for path in sys.path]
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            paths = [path or str(Path.cwd()) for path in sys.path]
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
@@ -284,7 +284,7 @@ def _keep(key: str, outcome: Outcome) -> None:
         _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
             json.dump({**dict(list(_kept().items())[-MOST_KEPT:]), key: outcome}, file)
-        os.replace(file.name, _folder() / "trials.json")
+        Path(file.name).replace(_folder() / "trials.json")
 
 
 if __name__ == "__main__":

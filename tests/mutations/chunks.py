@@ -181,8 +181,8 @@ TOTALS = (
         "sums",
         "zeros are added to what has no rows",
         "streamfx/runtime/experts.py",
-        "        if start < stop:\n            sums.add_mm",
-        "        if True:\n            sums.add_mm",
+        "        if start < stop:\n            sums.add_product",
+        "        if True:\n            sums.add_product",
         ("test_by_group.py::test_groups_without_rows_are_left_alone",),
     ),
     Mutation(

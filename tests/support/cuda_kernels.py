@@ -271,7 +271,8 @@ def _rows_of_lse(lse: Tensor, q: Tensor) -> Tensor:
 
 # -- cuDNN, where paths are under aten/src/ATen/native/cudnn
 
-# MHA.cpp: mhagraphbackwardcache. A plan is found by the sizes and strides of queries, keys and values, and fixes those of the result,
+# MHA.cpp: mhagraphbackwardcache. A plan is found by the sizes and strides of queries, keys and values, and fixes those of the
+# result,
 # its gradient and the log-sum-exp as they were when it was built.
 PLANS: dict[Any, Any] = {}
 

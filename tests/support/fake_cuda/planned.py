@@ -21,7 +21,7 @@ def planned(model: str, length: int, device: str, layers: int = 2) -> dict[str, 
     return {
         "rows": [stage["chunk_size"] for stage in found.stages],
         "peak": found.peak_bytes - own,
-        **{name: getattr(found, name) for name in ("flops", "moved", "launches")},
+        **{name: getattr(found.work, name) for name in ("flops", "moved", "launches")},
     }
 
 

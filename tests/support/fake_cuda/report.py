@@ -153,8 +153,8 @@ def report(
         "loops": [loop_report(loop) for facts in streamed for loop in known(facts.program).loops],
         "flops": sum(cost.flops for cost in costs),
         "streamed": sum(cost.streamed_flops for cost in costs) / max(sum(cost.flops for cost in costs), 1),
-        "moved": sum(cost.moved for cost in costs),
-        "launches": sum(cost.launches for cost in costs),
+        "moved": sum(cost.work.moved for cost in costs),
+        "launches": sum(cost.work.launches for cost in costs),
         "peak": max(cost.peak for cost in costs),
     }
 

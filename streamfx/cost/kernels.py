@@ -1,0 +1,33 @@
+"""Which of CUDA's kernels computes a call of fused attention: they differ in speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streamfx.runtime import cuda_attention, cuda_cudnn
+from streamfx.runtime.device_kinds import kind_of
+
+CUDNN, FLASH = "cudnn", "flash"
+
+
+def by_kernel(name: str, arguments: Mapping[str, Any], flops: int) -> dict[str, int]:
+    """The FLOPs of a call, by the field of `Work` that counts its kernel and pass; empty if that is neither cuDNN nor flash."""
+    kernel = kernel_of(name, arguments)
+    return {f"{kernel}{'_backward' if 'backward' in name else ''}": flops} if kernel else {}
+
+
+def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
+    """The kernel of an operator. One for a CPU stands for what PyTorch chooses on the device, if its mask is a flag there."""
+    for kernel in (CUDNN, FLASH):
+        if name.startswith(f"aten::_scaled_dot_product_{kernel}") and "for_cpu" not in name:
+            return kernel
+    query, key, value = (arguments[part] for part in ("query", "key", "value"))
+    if kind_of(query.device).type != "cuda" or name.startswith("aten::_scaled_dot_product_efficient"):
+        return ""
+    if name.startswith("streamfx::") and arguments.get("attn_mask") is not None:
+        return ""
+    scale = arguments.get("scale")
+    if "left" not in arguments and cuda_cudnn.takes_parts(query, key, value, scale):
+        return CUDNN
+    return FLASH if cuda_attention.takes_flash(query, value, scale) else ""
