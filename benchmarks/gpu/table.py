@@ -1,0 +1,62 @@
+"""The closing table: what a person reads, at most 60 lines. Imports no torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MOST_LINES, WIDTH = 60, 145
+ENDED = ("done", "failed", "stopped", "left out")
+UNITS = ("s", "ms", "GiB", "MiB", "TFLOP/s", "GB/s", "%", "tokens")
+
+
+def closing(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines for the figures of each case, for what failed or was left out, and for what is off; details only if they are off."""
+    records = list(records)
+    cases: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in records:
+        if "figures" in record and (record.get("off") or not record.get("detail")):
+            figures = cases.setdefault((record["check"], record["case"]), {})
+            figures.update({**record["figures"], **({"OFF": "see the file"} if record.get("off") else {})})
+    lines = ["", "figures", *(line for (check, case), figures in cases.items() for line in _case(check, case, figures))]
+    return [*_cut(lines, MOST_LINES - 1 - len(end := _endings(records))), *end]
+
+
+def _case(check: str, case: str, figures: Mapping[str, Any]) -> list[str]:
+    name = f"{check} | {case}: " if case else f"{check}: "
+    return textwrap.wrap(name + "; ".join(figure(*item) for item in figures.items()), WIDTH, subsequent_indent="    ")
+
+
+def figure(name: str, value: Any) -> str:
+    """
+    >>> figure("peak GiB", 61.23456), figure("launches", 17383), figure("idle %", None), figure("adds in place", True)
+    ('peak 61.2 GiB', 'launches 17,383', 'idle -', 'adds in place yes')
+    """
+    *words, last = name.split(" ")
+    unit = f" {last}" if last in UNITS else ""
+    label = " ".join(words) if unit else name
+    return f"{label} {_text(value)}{unit if value is not None else ''}".strip()
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _endings(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """How checks ended: one line for those that are done, one for each of the others."""
+    ended = [record for record in records if record.get("status") in ENDED]
+    done = [record for record in ended if record["status"] == "done"]
+    others = [f"{record['status']}: {record['check']}: {record['why']}" for record in ended if record["status"] != "done"]
+    took = sum(record["seconds"] for record in done)
+    return [f"{len(done)} checks done in {took:.0f} s, {len(others)} not", *(line[:WIDTH] for line in others)]
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"({len(lines) - most + 1} more lines in the file)"]
