@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,31 +16,42 @@ from streamfx.options import ALLOWED
 
 ROWS = 2048  # of the loss in chunks
 Loss = Callable[[Tensor], Tensor]  # of ids [b t], which are their own labels
+Way = Callable[
+    [Any, str], AbstractContextManager[Loss]
+]  # of a model, and the compiler: Inductor, or "aot_eager" to save its time
 
 
-@contextmanager
-def streamed(model: Any, **options: Any) -> Iterator[Loss]:
+def streamed(**options: Any) -> Way:
     """The whole model, compiled by the backend."""
-    run = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend="streambp", options=options)
-    yield run
+
+    @contextmanager
+    def way(model: Any, compiler: str) -> Iterator[Loss]:
+        own = options if compiler == "inductor" else {**options, "bodies": "eager"}
+        yield torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend="streambp", options=own)
+
+    return way
 
 
-@contextmanager
-def checkpointed(model: Any, chunks: bool) -> Iterator[Loss]:
-    """Each layer is compiled by Inductor, its input is kept and it runs again in the backward; so is the loss, in chunks or not.
+def checkpointed(chunks: bool) -> Way:
+    """Each layer is compiled, its input is kept and it runs again in the backward; so is the loss, in chunks or not.
 
     Layers are compiled one by one: one graph serves all of them, where a graph of 36 layers takes minutes to compile.
     """
-    layers, summed = model.model.layers, torch.compile(_summed)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in layers:
-        layer.compile()
-    try:
-        yield lambda ids: _loss(summed, model.model(input_ids=ids).last_hidden_state, model.lm_head.weight, ids, chunks)
-    finally:
-        model.gradient_checkpointing_disable()
+
+    @contextmanager
+    def way(model: Any, compiler: str) -> Iterator[Loss]:
+        layers, summed = model.model.layers, torch.compile(_summed, backend=compiler)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in layers:
-            layer._compiled_call_impl = None
+            layer.compile(backend=compiler)
+        try:
+            yield lambda ids: _loss(summed, model.model(input_ids=ids).last_hidden_state, model.lm_head.weight, ids, chunks)
+        finally:
+            model.gradient_checkpointing_disable()
+            for layer in layers:
+                layer._compiled_call_impl = None
+
+    return way
 
 
 def _loss(summed: Callable[..., Tensor], hidden: Tensor, head: Tensor, ids: Tensor, chunks: bool) -> Tensor:
@@ -57,22 +68,22 @@ def _summed(rows: Tensor, head: Tensor, labels: Tensor) -> Tensor:
 
 
 @contextmanager
-def checkpointed_whole(model: Any) -> Iterator[Loss]:
-    """The whole model in one graph of Inductor's, its layers checkpointed inside."""
+def checkpointed_whole(model: Any, compiler: str) -> Iterator[Loss]:
+    """The whole model in one compiled graph, its layers checkpointed inside."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:
-        yield torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss)
+        yield torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend=compiler)
     finally:
         model.gradient_checkpointing_disable()
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "streambp": streamed,
-    "streambp, memory_budget=auto": lambda model: streamed(model, memory_budget="auto"),
-    "streambp, offload=inputs": lambda model: streamed(model, offload="inputs"),
-    "streambp, offload=attention": lambda model: streamed(model, offload="attention"),
-    "checkpointing": lambda model: checkpointed(model, chunks=False),
-    "checkpointing, loss in chunks": lambda model: checkpointed(model, chunks=True),
+WAYS: dict[str, Way] = {
+    "streambp": streamed(),
+    "streambp, memory_budget=auto": streamed(memory_budget="auto"),
+    "streambp, offload=inputs": streamed(offload="inputs"),
+    "streambp, offload=attention": streamed(offload="attention"),
+    "checkpointing": checkpointed(chunks=False),
+    "checkpointing, loss in chunks": checkpointed(chunks=True),
     "checkpointing, model compiled whole": checkpointed_whole,
 }
 

@@ -1,7 +1,7 @@
 """Dropout on attention, of small models with compiled bodies.
 
 Float64 draws other numbers, and each chunk draws its own, so no two ways of running a model drop the same elements: gradients are
-not compared with another way's. What has to hold is that a seed repeats a step, and that the gradient is that of the sample drawn.
+not compared with another way's. What has to hold is that a seed repeats a step, and that a gradient is that of the sample drawn.
 """
 
 from __future__ import annotations

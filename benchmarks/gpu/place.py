@@ -26,6 +26,11 @@ class Place:
     def has_cuda(self) -> bool:
         return self.device.startswith("cuda")
 
+    @property
+    def compiler(self) -> str:
+        """Who compiles a step: on a CPU Inductor takes minutes for what runs once."""
+        return "aot_eager" if self.small else "inductor"
+
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
         """Normal numbers, drawn on the device: to draw and copy gigabytes on a host takes seconds."""
         generator = torch.Generator(self.device).manual_seed(seed)

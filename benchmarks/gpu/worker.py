@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import logging
@@ -29,6 +30,7 @@ def main() -> None:
     answers = own_output()
     place = place_for(device, small == "small")
     write(answers, {"device": place.device, "small": place.small})
+    gc.freeze()  # what was imported is not looked through for garbage before each step
     checks = {check.name: check for check in COMMANDS[command].checks}
     for line in sys.stdin:
         check = checks[json.loads(line)["check"]]
