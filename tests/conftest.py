@@ -24,6 +24,7 @@ collect_ignore = [
     "support/installed",
     "support/kernels",
     "support/stateful",
+    "support/without_distribution",
 ]  # packages and operators: there once, under their own names
 
 widen_models()

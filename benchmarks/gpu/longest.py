@@ -14,7 +14,7 @@ from benchmarks.gpu.steps import Run, decoder
 from benchmarks.live_bytes import peak_live_bytes
 
 LAYERS, CAP = 8, 16 * GIB  # of which weights and gradients of 8 layers, embeddings and head take 10.4 GiB
-SMALL_LAYERS, SMALL_CAP = 2, 512 << 10
+SMALL_LAYERS, SMALL_CAP = 1, 512 << 10
 PROBES, SMALL_PROBES = (8192, 16384), (64, 128)
 MULTIPLE, SMALL_MULTIPLE = 1024, 16
 MARGIN, SHORTER, LONGER, TRIES = 0.97, 0.9, 1.1, 3  # peaks are a line, almost; then how a length that fails or runs changes

@@ -71,9 +71,10 @@ class Worker:
         return answer
 
     def last_words(self) -> str:
-        """The last lines of its standard error, in one."""
+        """The last lines of its standard error, in one; the last that speaks of an error comes first."""
         lines = [line.strip() for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
-        return " | ".join(line[:WIDTH] for line in lines[-LAST_LINES:]) or "it wrote nothing to its standard error"
+        error = [line for line in lines if "rror" in line][-1:]
+        return " | ".join(line[:WIDTH] for line in [*error, *lines[-LAST_LINES:]]) or "it wrote nothing to its standard error"
 
     def kill(self) -> None:
         """End it and all processes that it started: compilers' workers live on otherwise, and keep memory of the GPU."""

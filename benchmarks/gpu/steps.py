@@ -24,7 +24,7 @@ TINY = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,

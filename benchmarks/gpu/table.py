@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MOST_LINES, WIDTH = 60, 145
-ENDED = ("done", "failed", "stopped", "left out")
+MOST_LINES, MOST_FAILED, WIDTH = 60, 12, 145
+FAILED = ("failed", "stopped")
+ENDED = ("done", "left out", *FAILED)
 UNITS = ("s", "ms", "GiB", "MiB", "TFLOP/s", "GB/s", "%", "tokens")
 
 
@@ -48,12 +49,13 @@ def _text(value: Any) -> str:
 
 
 def _endings(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """How checks ended: one line for those that are done, one for each of the others."""
+    """How checks ended: one line for those that are done, one for each that failed, and one for those that were left out."""
     ended = [record for record in records if record.get("status") in ENDED]
-    done = [record for record in ended if record["status"] == "done"]
-    others = [f"{record['status']}: {record['check']}: {record['why']}" for record in ended if record["status"] != "done"]
-    took = sum(record["seconds"] for record in done)
-    return [f"{len(done)} checks done in {took:.0f} s, {len(others)} not", *(line[:WIDTH] for line in others)]
+    done, failed = ([record for record in ended if record["status"] in kinds] for kinds in (("done",), FAILED))
+    left = [record["check"] for record in ended if record["status"] == "left out"]
+    lines = [f"{len(done)} checks done in {sum(record['seconds'] for record in done):.0f} s"]
+    lines += _cut([f"{record['status']}: {record['check']}: {record['why']}"[:WIDTH] for record in failed], MOST_FAILED)
+    return [*lines, *(_cut(textwrap.wrap(f"left out: {'; '.join(left)}", WIDTH), MOST_FAILED) if left else [])]
 
 
 def _cut(lines: list[str], most: int) -> list[str]:
