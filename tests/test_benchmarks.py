@@ -20,7 +20,7 @@ from tests.support.spread import only
 
 HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
 MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
-DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": TINY}
+DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": {**TINY, "num_hidden_layers": 2}}
 TRL: dict[str, Any] = {**DECODER, "workload": "TRL"}
 
 

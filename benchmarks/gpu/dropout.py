@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.measures import Finding, distance
-from benchmarks.gpu.models import compiled, fed, made, set_experts
+from benchmarks.gpu.models import OWN, compiled, fed, made, set_experts
 from benchmarks.gpu.place import Place
 
 PROBABILITY = 0.2
 REPEATED = 0.02  # how far bfloat16 gradients of the same draws may be apart: kernels add in any order on a GPU
 SLOPE = 0.01  # how far a difference quotient may be from the gradient's norm, in float32
 CHANGE = 4e-3  # of the loss, by which parameters move along the gradient and back: far above rounding, and almost linear
-ROWS = 512  # of a sequence, at most: experts in float32 gather a weight for each row
+ROWS = 256  # of a sequence, at most: experts in float32 gather a weight for each row and expert
 
 
 def dropout(place: Place, model: str) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def dropout(place: Place, model: str) -> Iterator[Finding]:
     The small form leaves bfloat16 out.
     """
     for dtype in (torch.float32,) if place.small else (torch.bfloat16, torch.float32):
-        module = made(place, model, dtype, attention_dropout=PROBABILITY)
+        module = made(place, model, dtype, attention_dropout=PROBABILITY, **_every_expert(model))
         if dtype == torch.float32:
             set_experts(module, "batched_mm")  # grouped products are made for half types
         inputs = {name: item[:, :ROWS].contiguous() for name, item in fed(place, "plain", module.config.vocab_size).items()}
@@ -41,6 +41,12 @@ def dropout(place: Place, model: str) -> Iterator[Finding]:
         if dtype == torch.float32:
             yield _slope(run, module, inputs, first)
         del module, run
+
+
+def _every_expert(model: str) -> dict[str, int]:
+    """Let each token have all experts: if it moves from one to another, the loss jumps, and has no slope."""
+    own = OWN[model][1]
+    return {"num_experts_per_tok": own["num_local_experts"]} if "num_local_experts" in own else {}
 
 
 def _slope(run: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Tensor], gradient: Tensor) -> Finding:
