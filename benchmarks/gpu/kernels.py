@@ -16,11 +16,10 @@ from streamfx.runtime import attention, kernels
 from streamfx.runtime.attention import Window
 from streamfx.runtime.mask_programs import Mask, MaskProgram
 
-CASES = 32  # enough for all pairs of a type, a shape, a past and a mask
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPES = ((32, 8, 128), (8, 8, 64), (8, 2, 128), (4, 1, 80), (4, 4, 256))  # heads of queries, heads of keys, width
+SHAPES = ((32, 8, 128), (8, 8, 64), (4, 1, 80), (4, 4, 256))  # heads of queries, heads of keys, width
 SMALL_SHAPES = ((4, 2, 16), (2, 2, 8))
-ROWS, PASTS = 256, (512, 0, 1, 17, 4096)  # 256 and 512: whole tiles of every kernel
+ROWS, PASTS = 256, (512, 0, 17, 4096)  # 256 and 512: whole tiles of every kernel
 SMALL_ROWS, SMALL_PASTS = 8, (0, 1, 17)
 HIDES_ALL = "bias that hides all keys of one row"
 WINDOW, LENGTHS = 17, (7, 1, 3, 29)  # keys that a row sees; lengths of documents, over and over
@@ -31,7 +30,7 @@ How = tuple["Tensor | Mask | None", "int | None", "Window | None"]
 def against_float64(place: Place) -> Iterator[Finding]:
     """Errors of results and gradients over eager's errors in the same type, for cases that hold every pair of properties."""
     shapes, pasts = (SMALL_SHAPES, SMALL_PASTS) if place.small else (SHAPES, PASTS)
-    cases = list(itertools.islice(covering(TYPES[:: 2 if place.small else 1], shapes, pasts, SEEN), CASES))
+    cases = list(covering(TYPES[:: 2 if place.small else 1], shapes, pasts, SEEN))
     ratios: dict[str, float] = {}
     for dtype, shape, past, kind in cases:
         case = f"{str(dtype)[6:]}, {shape[0]} heads, {shape[1]} of keys, width {shape[2]}, past {past}, {kind}"

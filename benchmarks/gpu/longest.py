@@ -80,11 +80,11 @@ def capped(place: Place, cap: int) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(place.device).total_memory
-    for model in list(place.kept):  # models of other checks would count
-        del place.kept[model]
+    place.kept.clear()  # models of other checks would count
     place.clean()
     torch.cuda.set_per_process_memory_fraction(cap / total)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        place.kept.clear()

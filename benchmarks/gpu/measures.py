@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,6 +101,23 @@ def activity(place: Place, work: Callable[[], object]) -> Activity:
     ran = [event for event in _events(profiler) if event.device_type().name == "CUDA" and event.name()[:11] not in COPIES]
     busy = covered((event.start_ns(), event.start_ns() + event.duration_ns()) for event in ran)
     return Activity(sum(not event.name().startswith(("Memcpy", "Memset")) for event in ran), 1 - busy / 1e9 / wall)
+
+
+@contextmanager
+def host_waits(place: Place) -> Iterator[list[str]]:
+    """What made the host wait for the device, a message for each time; to read the loss is one. Nothing on a CPU."""
+    waits: list[str] = []
+    if not place.has_cuda:
+        yield waits
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield waits
+        waits += [str(item.message) for item in seen if "synchroniz" in str(item.message)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _events(profiler: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.baselines import WAYS, Loss, why_not
-from benchmarks.gpu.measures import Finding, activity
+from benchmarks.gpu.measures import Finding, activity, host_waits
 from benchmarks.gpu.place import GIB, Place
 from examples.peak_memory import PeakMemory
 from streamfx.planner.devices import PUBLISHED, device_called
@@ -105,7 +105,9 @@ class Run:
 def measured(run: Run) -> Iterator[Finding]:
     before = counters(run.place)
     first = run.timed()
-    norm = float(torch.stack([item.grad.norm() for item in run.model.parameters() if item.grad is not None]).norm())
+    gradients = [item.grad for item in run.model.parameters() if item.grad is not None]
+    norm = float(torch.stack([torch.linalg.vector_norm(item, dtype=torch.float32) for item in gradients]).norm())
+    del gradients
     run.drop()
     figures = {"first step s": first["s"], "first peak GiB": first["peak"], "loss": first["loss"], "gradients' norm": norm}
     yield Finding("", figures)
@@ -116,11 +118,12 @@ def measured(run: Run) -> Iterator[Finding]:
     best = {name: min(step[name] for step in later) for name in later[0]}
     figures = {"step s": best["s"], "peak GiB": best["peak"]}
     yield Finding("", {**figures, **({"reserved GiB": best["reserved"]} if "reserved" in best else {})})
-    profiled = activity(run.place, run.once)
+    with host_waits(run.place) as waits:
+        profiled = activity(run.place, run.once)
     run.drop()
     idle = None if profiled.idle is None else 100 * profiled.idle
     since = {name: value - before[name] for name, value in counters(run.place).items()}
-    yield Finding("", {"launches": profiled.launches, "idle %": idle, **since})
+    yield Finding("", {"launches": profiled.launches, "idle %": idle, "host waits": len(waits), **since})
     yield from _prediction(run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ ROWS, PAST, LENGTHS = 256, 512, (100, 60, 96)  # of a chunk: whole tiles of ever
 
 def versions(place: Place) -> Iterator[Finding]:
     """Software, the card, and the operators that a chunk's attention, products and experts run."""
-    yield Finding("software", {"python": platform.python_version(), "torch": torch.__version__, **_packages()})
+    yield Finding("software", {"python": platform.python_version(), "torch": torch.__version__, **_packages(), **_compilers()})
     yield Finding("card", _card(place))
     for dtype, width in HEADS[:2] if place.small else HEADS:
         case = f"{str(dtype)[6:]}, width {width}"
@@ -42,6 +43,11 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
     return found
+
+
+def _compilers() -> dict[str, str]:
+    """Triton compiles launchers of its kernels with a C compiler, Inductor C++ code for a CPU."""
+    return {name: shutil.which(name) or "absent" for name in ("cc", "g++")}
 
 
 def _card(place: Place) -> dict[str, Any]:
