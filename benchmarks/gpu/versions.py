@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def _card(place: Place) -> dict[str, Any]:
     if not place.has_cuda:
         return {**cores, "threads": torch.get_num_threads()}
     card, (free, total) = torch.cuda.get_device_properties(place.device), torch.cuda.mem_get_info(place.device)
-    driver = DRIVER.read_text().splitlines()[0].split("  ")[1] if DRIVER.is_file() else "not known"
+    driver = re.search(r"\d+\.\d[\d.]*", DRIVER.read_text()) if DRIVER.is_file() else None
     return {
         "name": card.name,
         "capability": f"{card.major}.{card.minor}",
@@ -64,7 +65,7 @@ def _card(place: Place) -> dict[str, Any]:
         "free GiB": free / GIB,
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),
-        "driver": driver,
+        "driver": driver[0] if driver else "not known",
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         **cores,
     }
