@@ -1,4 +1,4 @@
-"""Run checks within a time budget. Imports no torch, so that it can end whatever happens to a worker."""
+"""Run checks within a time budget. Imports no torch, so that a fault of a worker cannot end it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Journal:
 class Schedule:
     """Runs checks in order, as long as the time that each is expected to take is left.
 
-    Expected times grow with what earlier checks took over theirs, so that a slow machine starts nothing that it cannot end.
+    If earlier checks took longer than expected, later ones are expected to, so that a slow machine starts none that it cannot end.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Schedule:
         except _CheckError as error:
             status, why = error.status, {"why": str(error)}
         took = self._clock() - began
-        if self._starts:
+        if status == "done":
             self._took, self._expected = self._took + took, self._expected + check.expected(self.small)
         self._journal.write({"check": check.name, "status": status, "seconds": round(took, 1), **why})
 
@@ -181,7 +181,7 @@ def terminated_as_interrupt() -> Iterator[None]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """One cache of compiled code for all workers of both commands, and segments of memory that grow instead of fragmenting."""
+    """A worker's: one cache of compiled code for all workers of both commands, and memory segments that grow, not fragment."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -198,6 +198,6 @@ def shared_cache() -> Path:
     """A folder of this user alone for compiled code, the same for every run."""
     folder = Path(tempfile.gettempdir()) / f"streamfx-benchmark-cache-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # somebody else's: its code would be run
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # another user's, whose code would be run
         return Path(tempfile.mkdtemp(prefix="streamfx-benchmark-cache-"))
     return folder

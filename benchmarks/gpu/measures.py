@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +38,10 @@ class Finding:
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    """Four digits; JSON has no numbers that are not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else str(value)
 
 
 def seconds(place: Place, work: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ LEFT = 256 << 20  # bytes that a check may leave: handles and workspaces of libr
 
 @dataclass(frozen=True)
 class Place:
-    """A device; on a `small` one, sizes are such that two CPU cores need seconds. `kept` is what checks share, by name."""
+    """A device, and whether checks run in sizes for which two CPU cores need seconds. `kept` holds what checks share, by name."""
 
     device: str
     small: bool
@@ -28,7 +28,7 @@ class Place:
 
     @property
     def compiler(self) -> str:
-        """Who compiles a step: on a CPU Inductor takes minutes for what runs once."""
+        """The compiler of baselines. On a CPU, Inductor takes minutes to compile a step."""
         return "aot_eager" if self.small else "inductor"
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -41,7 +41,7 @@ class Place:
         return torch.randint(0, vocabulary, (batch, length), generator=generator, device=self.device)
 
     def wait(self) -> None:
-        """Wait until the device has done all that it was asked for."""
+        """Wait until the device has finished its work."""
         if self.has_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -52,13 +52,13 @@ class Place:
         return self.kept[name]
 
     def clean(self) -> int:
-        """Give back what a check has left: compiled code, which holds weights, and free memory.
+        """Free what a check left: compiled code, which holds weights, and cached memory.
 
         Returns:
-            Bytes of the device's memory that are held beside what checks share.
+            Bytes of device memory in use, without those of shared models.
 
         Raises:
-            RuntimeError: the device cannot be used any more, as after an illegal memory access.
+            RuntimeError: the device is unusable, as after an illegal memory access.
         """
         torch._dynamo.reset()
         gc.collect()

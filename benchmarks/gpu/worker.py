@@ -30,7 +30,7 @@ def main() -> None:
     answers = own_output()
     place = place_for(device, small == "small")
     write(answers, {"device": place.device, "small": place.small})
-    gc.freeze()  # what was imported is not looked through for garbage before each step
+    gc.freeze()  # a collection before each step need not traverse imported modules
     checks = {check.name: check for check in COMMANDS[command].checks}
     for line in sys.stdin:
         check = checks[json.loads(line)["check"]]
@@ -53,6 +53,8 @@ def place_for(device: str, small: bool) -> Place:
     """The device that was asked for; "auto" is the GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
     return Place(device, small or device == "cpu")
 
 
