@@ -42,7 +42,7 @@ class Journal:
 class Schedule:
     """Runs checks in order, as long as the time that each is expected to take is left.
 
-    If earlier checks took longer than expected, later ones are expected to, so that a slow machine starts none that it cannot end.
+    If earlier checks took longer than expected, so are later ones to: a slow machine starts none that it cannot end.
     """
 
     def __init__(
