@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from streamfx.options import ALLOWED
+import streamfx
 
 ROWS = 2048  # of the loss in chunks
 Loss = Callable[[Tensor], Tensor]  # of ids [b t], which are their own labels
-Way = Callable[
-    [Any, str], AbstractContextManager[Loss]
-]  # of a model, and the compiler: Inductor, or "aot_eager" to save its time
+Way = Callable[[Any, str], AbstractContextManager[Loss]]  # of a model and the name of a compiler, "inductor" or "aot_eager"
 
 
 def streamed(**options: Any) -> Way:
@@ -90,6 +88,10 @@ WAYS: dict[str, Way] = {
 
 def why_not(way: str) -> str:
     """Why a way cannot be taken here; empty if it can."""
-    if way == "streambp, offload=attention" and "attention" not in ALLOWED["offload"]:
+    if way != "streambp, offload=attention":
+        return ""
+    try:
+        streamfx.Options(offload="attention")  # type: ignore[arg-type]
+    except streamfx.OptionError:
         return "this version of streamfx has no such option"
     return ""
