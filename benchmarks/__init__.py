@@ -7,7 +7,8 @@ python -m benchmarks step --way checkpointing streambp --chunk-size 256 1024
 python -m benchmarks step --json figures.json --chart figures.svg        # figures and a chart of them
 python -m benchmarks --figures figures.json more.json --chart all.svg    # figures of earlier runs
 
-python -m benchmarks gpu                                                 # on one GPU: what no CPU can settle, in eight minutes
+python -m benchmarks.gpu kernels                                         # on one GPU: what no CPU can show
+python -m benchmarks.gpu steps                                           # steps of Qwen3-8B
 
 On a GPU: layers of real models or all of them, in bfloat16, with random weights.
 

@@ -25,6 +25,7 @@ collect_ignore = [
     "support/installed",
     "support/kernels",
     "support/stateful",
+    "support/without_distribution",
 ]  # packages and operators, there once, under their own names; programs that replace parts of torch
 
 widen_models()

@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from streamfx.runtime import segments
+from streamfx.runtime import scans, segments
 from streamfx.runtime.forms import Family, Form, any_size, single
+from streamfx.torch_private import FakeTensorMode
 from streamfx.torch_private.inductor import InductorFailed, InductorMemoryError, inductor_runs
 from streamfx.torch_private.sizes import with_sizes
 from tests.support import decoders, hf, layouts
@@ -271,6 +272,17 @@ def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
     assert not isinstance(form.run, fx.GraphModule)
     assert (form.fits(numbers), form.fits((33, 4, 4, 1))) == (True, False)
     assert torch.equal(form.call(numbers, [x])[0], x + 2)
+
+
+@pytest.mark.parametrize("kind", scans.WITHIN)
+def test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does(kind: str) -> None:
+    """Compiled code asserts the strides of the fake result."""
+    rows = torch.ones(2, 5, 3).transpose(1, 2)
+    reverse = getattr(torch.ops.streamfx, f"reverse_{kind}")
+    real = reverse(rows, 1)
+    with FakeTensorMode() as mode:
+        fake = reverse(mode.from_tensor(rows), 1)
+    assert (fake.stride(), fake.dtype) == (real.stride(), real.dtype) == ((15, 5, 1), torch.float32)
 
 
 ONE_STEP = """

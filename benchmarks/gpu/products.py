@@ -1,41 +1,54 @@
-"""A weight's gradient, added to a float32 total: in place against a product that is added."""
+"""Products of bfloat16: how fast they are, and what it costs to add one to a float32 total, as gradients of weights are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu import Finding, Place
-from benchmarks.gpu.measures import distance, seconds
+from benchmarks.gpu.measures import Finding, distance, is_off, seconds
+from benchmarks.gpu.place import Place
 from streamfx.runtime import sums
 
 REAL = (
     (4096, 12288, 4096),
     (4096, 151936, 2048),
     (4096, 4096, 4096),
-)  # Qwen3-8B's MLP, head, attention: weight, and rows of a chunk
+)  # Qwen3-8B's MLP, head and attention: a weight's sizes, and rows of a chunk
 SMALL = ((32, 48, 16),)
+FEW = 64  # lines of the total that are compared with float64
 
 
 def accumulation(place: Place) -> Iterator[Finding]:
-    """Time of both, and the total's distance to float64's beside that of a product in float32."""
+    """Rates of the product alone, added in place, and made in float32 and then added; the total's distance to float64's."""
     for m, n, rows in SMALL if place.small else REAL:
         left, right = place.random(m, rows), place.random(rows, n, seed=1)
         total = torch.zeros(m, n, device=place.device)
+        times = _times(place, left, right, total)
+        error, eager = _distances(left, right, total)
+        rates = {f"{name} TFLOP/s": 2 * m * n * rows / taken / 1e12 for name, taken in times.items()}
+        figures = {**rates, "distance": error, "float32's": eager}
+        yield Finding(f"{m} x {n}, {rows} rows", figures, is_off(error, eager))
 
-        def product_and_add(left: torch.Tensor = left, right: torch.Tensor = right, total: torch.Tensor = total) -> None:
-            made = torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left.float(), right.float())
-            total.add_(made)
 
-        def in_place(left: torch.Tensor = left, right: torch.Tensor = right, total: torch.Tensor = total) -> None:
-            sums.add_mm(total, left, right)
+def _times(place: Place, left: Tensor, right: Tensor, total: Tensor) -> dict[str, float]:
+    def product_and_add() -> None:
+        made = torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left.float(), right.float())
+        total.add_(made)
 
-        case = f"{m} x {n}, {rows} rows"
-        yield Finding(case, "seconds in place, beside product and add", seconds(place, in_place), seconds(place, product_and_add))
-        total.fill_(1)
-        in_place()
-        few = slice(0, 64)
-        truth = 1 + left[few].double() @ right.double()
-        plain = 1 + left[few].float() @ right.float()
-        yield Finding(case, "distance to float64", distance(total[few], truth), distance(plain, truth))
+    made = torch.empty_like(total, dtype=left.dtype)
+    return {
+        "product": seconds(place, lambda: torch.mm(left, right, out=made)),
+        "added in place": seconds(place, lambda: sums.add_product(total, left, right, is_first=False)),
+        "made and added": seconds(place, product_and_add),
+    }
+
+
+def _distances(left: Tensor, right: Tensor, total: Tensor) -> tuple[float, float]:
+    """Of a total of ones after a product was added, and of that sum in float32."""
+    total.fill_(1)
+    sums.add_product(total, left, right, is_first=False)
+    truth = 1 + left[:FEW].double() @ right.double()
+    plain = 1 + left[:FEW].float() @ right.float()
+    return distance(total[:FEW], truth), distance(plain, truth)

@@ -1,65 +1,157 @@
-"""Steps of real layers: time and memory beside checkpointing, memory beside the plan, and what offloading costs."""
+"""Training steps of Qwen3-8B with random weights: seconds, memory and launches, beside what streamfx predicted."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.gpu import Finding, Place
-from benchmarks.processes import Failed, Measured
+import torch
+from torch import Tensor
 
-LAYERS = {"model": "Qwen3-8B", "num_hidden_layers": 4}
+from benchmarks.gpu.baselines import WAYS, Loss, why_not
+from benchmarks.gpu.measures import Finding, activity, host_waits
+from benchmarks.gpu.place import GIB, Place
+from examples.peak_memory import PeakMemory
+from streamfx.planner.devices import PUBLISHED, device_called
+from streamfx.planner.models import configuration
+from streamfx.report.brief import predicted
+from streamfx.report.first_step import Compiled, noted_in
+
+MODEL = "Qwen3-8B"
 TINY = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 8,
+    "head_dim": 16,
 }
-STEPS = 3
-WAYS = ("checkpointing", "checkpointing, Liger loss", "checkpointing, CCE", "streambp", "streambp, everything fits")
-OFFLOAD = ("streambp, inputs kept", "streambp, inputs offloaded")
+SMALLER = 256  # times shorter are sequences of the small form
+LATER = 2  # steps after the first; the best counts
 
 
-def beside_checkpointing(place: Place) -> Iterator[Finding]:
-    """Seconds and the allocator's peak of a step, beside those of checkpointing; the peak beside the plan's."""
-    for length in (64,) if place.small else (8192, 32768):
-        found = {way: _measured(place, way, length) for way in (("checkpointing", "streambp") if place.small else WAYS)}
-        yield from _compared(found, "checkpointing", length)
-        ours = found["streambp"]
-        if "predicted_bytes" in ours:
-            yield Finding(
-                f"streambp, {length} tokens", "peak bytes, beside the plan's", ours["peak_bytes"], ours["predicted_bytes"]
-            )
-
-
-def offload(place: Place) -> Iterator[Finding]:
-    """What a step takes with its inputs on the host, beside one that keeps them: copies run beside the work."""
-    length = 64 if place.small else 16384
-    yield from _compared({way: _measured(place, way, length) for way in OFFLOAD}, OFFLOAD[0], length)
-
-
-def _compared(found: dict[str, dict[str, Any]], reference: str, length: int) -> Iterator[Finding]:
-    for way, outcome in found.items():
-        case = f"{way}, {length} tokens"
-        if "why not" in outcome:
-            yield Finding(case, "did not run", outcome["why not"])
-            continue
-        for what in ("seconds", "peak_bytes"):
-            beside = found[reference].get(what)
-            yield Finding(case, f"{what.replace('_', ' ')}, beside {reference}", outcome[what], beside)
-
-
-def _measured(place: Place, way: str, length: int) -> dict[str, Any]:
-    """The fastest of a few steps, each after the first."""
-    dtype = "bfloat16" if place.device.startswith("cuda") else "float32"
+def step(place: Place, way: str, length: int) -> Iterator[Finding]:
+    """The first step, which compiles; the best of those after it; what was predicted; and one step under the profiler."""
+    if why := why_not(way):
+        yield Finding("", {"not run": why})
+        return
+    length = length // SMALLER if place.small else length
+    model = decoder(place)
+    ids = place.tokens(model.config.vocab_size, 1, length)
     try:
-        with Measured(way, length, sizes=TINY if place.small else LAYERS, dtype=dtype, device=place.device) as process:
-            taken = [process.ask("measured") for _ in range(2 if place.small else STEPS + 1)][1:]
-            best = min(taken, key=lambda step: step["seconds"])
-            predicted = process.ask("predicted") if way == "streambp" else {}
-            return {**best, **predicted}
-    except Failed as error:
-        return {"why not": str(error)}
+        with WAYS[way](model, place.compiler) as loss:
+            yield from measured(Run(place, model, loss, ids))
+    except torch.OutOfMemoryError as error:
+        yield Finding("", {"does not fit": " ".join(str(error).split())[:120], **counters(place)})
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def decoder(place: Place, layers: int | None = None) -> Any:
+    """The model, shared by all checks: made on the device, in bfloat16."""
+    return place.share(f"{MODEL}, {layers} layers", lambda: _made(place, layers))
+
+
+def _made(place: Place, layers: int | None) -> Any:
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    config = configuration(MODEL)
+    changes = {**(TINY if place.small else {}), "use_cache": False, **({} if layers is None else {"num_hidden_layers": layers})}
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.device(place.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+@dataclass
+class Run:
+    """A training step that is run again and again; gradients are dropped after each."""
+
+    place: Place
+    model: Any
+    loss: Loss
+    ids: Tensor
+    compiled: list[Compiled] = field(default_factory=list)
+
+    def once(self) -> float:
+        with noted_in(self.compiled):
+            loss = self.loss(self.ids)
+        loss.backward()
+        return float(loss.detach())
+
+    def timed(self) -> dict[str, float]:
+        """Seconds, and the peaks of the allocator: bytes that tensors took, and that it held."""
+        memory = PeakMemory(torch.device(self.place.device))
+        memory.start()
+        start = time.perf_counter()
+        loss = self.once()
+        self.place.wait()
+        taken = {"s": time.perf_counter() - start, "loss": loss}
+        if self.place.has_cuda:
+            taken |= {"peak": torch.cuda.max_memory_allocated() / GIB, "reserved": torch.cuda.max_memory_reserved() / GIB}
+        else:
+            taken["peak"] = memory.bytes() / GIB
+        return taken
+
+    def drop(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+def measured(run: Run) -> Iterator[Finding]:
+    before = counters(run.place)
+    first = run.timed()
+    gradients = [item.grad for item in run.model.parameters() if item.grad is not None]
+    norm = float(torch.stack([torch.linalg.vector_norm(item, dtype=torch.float32) for item in gradients]).norm())
+    del gradients
+    run.drop()
+    figures = {"first step s": first["s"], "first peak GiB": first["peak"], "loss": first["loss"], "gradients' norm": norm}
+    yield Finding("", figures)
+    later = []
+    for _ in range(1 if run.place.small else LATER):
+        later.append(run.timed())
+        run.drop()
+    best = {name: min(step[name] for step in later) for name in later[0]}
+    figures = {"step s": best["s"], "peak GiB": best["peak"]}
+    yield Finding("", {**figures, **({"reserved GiB": best["reserved"]} if "reserved" in best else {})})
+    with host_waits(run.place) as waits:
+        profiled = activity(run.place, run.once)
+    run.drop()
+    idle = None if profiled.idle is None else 100 * profiled.idle
+    since = {name: value - before[name] for name, value in counters(run.place).items()}
+    yield Finding("", {"launches": profiled.launches, "idle %": idle, "host waits": len(waits), **since})
+    yield from _prediction(run)
+
+
+def _prediction(run: Run) -> Iterator[Finding]:
+    """What the plan of the compiled step says of it."""
+    facts = next((one.facts for one in run.compiled if one.facts is not None), None)
+    if facts is None or facts.program is None:
+        if run.compiled:
+            yield Finding("", {"plan": "nothing streams"})
+        return
+    cost = predicted(facts)
+    held = sum(item.nbytes for item in (*run.model.parameters(), *run.model.buffers()))
+    figures: dict[str, Any] = {"plan's peak GiB": (held + cost.peak) / GIB, "plan's launches": cost.work.kernels}
+    if card := card_of(run.place):
+        figures["plan's s"] = device_called(card).seconds(cost.work.compiled)
+    figures["rows of chunks"] = "/".join(f"{rows:,}" for rows in sorted({loop.rows for loop in cost.loops.values()}))
+    yield Finding("", figures)
+
+
+def card_of(place: Place) -> str | None:
+    """The card as the planner names it, if it knows it."""
+    name = torch.cuda.get_device_name(place.device) if place.has_cuda else ""
+    return next((known for known in PUBLISHED if known in name.replace(" ", "")), None)
+
+
+def counters(place: Place) -> dict[str, int]:
+    """How often the allocator had to free its cache and try again, or found no memory."""
+    if not place.has_cuda:
+        return {}
+    stats = torch.cuda.memory_stats(place.device)
+    return {"retries": stats["num_alloc_retries"], "out of memory": stats["num_ooms"]}

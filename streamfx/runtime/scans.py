@@ -32,7 +32,8 @@ def from_the_end(kind: str) -> Callable[[Tensor, int], Tensor]:
 for kind in WITHIN:
     library.define(f"reverse_{kind}(Tensor self, int dim) -> Tensor")
     library.impl(f"reverse_{kind}", from_the_end(kind), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"streamfx::reverse_{kind}", lambda rows, dim: torch.empty_like(rows), lib=library)
+    # the same code on fake tensors: its result is contiguous even if the operand is not
+    torch.library.register_fake(f"streamfx::reverse_{kind}", from_the_end(kind), lib=library)
 
 
 def carry_type(dtype: torch.dtype) -> torch.dtype:

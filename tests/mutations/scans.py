@@ -84,4 +84,12 @@ ROWS = (
         "isinstance(own, Scan)",
         ("test_single_rows.py::test_signs_of_a_row_that_is_zero",),
     ),
+    Mutation(
+        "segments",
+        "the fake result of a reverse scan lies as its operand does",
+        "streamfx/runtime/scans.py",
+        'register_fake(f"streamfx::reverse_{kind}", from_the_end(kind), lib',
+        'register_fake(f"streamfx::reverse_{kind}", lambda rows, dim: torch.empty_like(rows), lib',
+        ("test_bodies.py::test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does",),
+    ),
 )

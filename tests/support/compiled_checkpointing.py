@@ -57,7 +57,9 @@ def _of_all(few: Cost, more: Cost, copies: int) -> Cost:
     def extended(one: int, other: int) -> int:
         return one + copies * (other - one)
 
-    forward, backward, held = (extended(getattr(few, key), getattr(more, key)) for key in ("forward_peak", "backward_peak", "held"))
+    forward, backward, held = (
+        extended(getattr(few, key), getattr(more, key)) for key in ("forward_peak", "backward_peak", "held")
+    )
     return Cost(forward, backward, held, Work(*map(extended, few.work, more.work)))
 
 
