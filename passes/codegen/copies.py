@@ -1,7 +1,7 @@
 """Where do copies to and from the host stand in an outer graph?
 
 A copy runs beside the loops of one run (the loops of a stage in one half), and is waited for after them. So the device holds the
-offloaded values of two runs at most: those that the loops of this run read or make, and those of its neighbor that are on their way.
+offloaded values of two runs at most: those that the loops of a run read or make, and those of its neighbor that are on their way.
 
     forward                                      backward
     x1 = run 1                                   x2 = wait_for_copy(x2)

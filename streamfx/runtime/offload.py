@@ -14,8 +14,8 @@ Memory of the device is allocated and freed on the compute stream alone. Two ord
 - A copy begins after all that the compute stream was asked for before: the source has been computed, and kernels that used the
   destination's memory before it was freed are done.
 - The compute stream waits for a copy's event before the tensor on the device is read or freed. The next kernel may be given its
-  memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the destination, until the compute stream
-  has been made to wait; if an exception ends a half in the middle, its destructor makes it wait.
+  memory as soon as the host has dropped it. So a `_Copy` holds the source, or is held by the destination, until the compute
+  stream has been made to wait; if an exception ends a half in the middle, the copy's destructor makes it wait.
 `record_stream` would do neither: the allocator frees such memory only when the host sees the event complete, and a host that runs
 ahead of the device allocates more meanwhile.
 """
@@ -50,8 +50,8 @@ class _CopyStream:
         self.beside, self.device, self.stream = beside, device, beside.Stream(device)
         self.blocks = PinnedBlocks(beside, device, self.stream)
 
-    def begin(self, target: Tensor, source: Tensor) -> _Copy:
-        """Copy after all that the current stream was asked for; the host goes on."""
+    def begin(self, target: Tensor, source: Tensor, keeps: bool) -> _Copy:
+        """Copy after all that the current stream was asked for; the host goes on. The copy may keep its source alive."""
         compute = self.beside.current_stream(self.device)
         self.stream.wait_stream(compute)
         running: AbstractContextManager[Any] = self.beside.stream(self.stream)
@@ -59,7 +59,7 @@ class _CopyStream:
             target.copy_(source, non_blocking=True)
             event = self.beside.Event()
             event.record(self.stream)
-        return _Copy(event, compute, source if source.device.type != "cpu" else None)
+        return _Copy(event, compute, source if keeps else None)
 
 
 class _Copy:
@@ -102,7 +102,7 @@ def _to_host(value: Tensor) -> Tensor:
     held = stream.blocks.empty_like(value)
     if held.stride() != value.stride():  # a copy between two layouts would allocate on the copy stream
         value = torch.empty_like(held, device=value.device).copy_(value)
-    setattr(held, _COPY, stream.begin(held, value))
+    setattr(held, _COPY, stream.begin(held, value, keeps=True))
     return held
 
 
@@ -112,7 +112,7 @@ def _from_host(held: Tensor, device: torch.device) -> Tensor:
     if stream is None:
         return held.to(device, copy=True)
     value = torch.empty_like(held, device=device)
-    setattr(value, _COPY, stream.begin(value, held))
+    setattr(value, _COPY, stream.begin(value, held, keeps=False))
     return value
 
 

@@ -4,12 +4,12 @@ PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB take 32 Gi
 pages as its size needs, which is registered with the CUDA runtime. Registering takes time, so blocks are kept for the next step.
 
 # NOTE [When a block is used again]
-A block is touched by copies of one device alone, and all of these run on that device's one copy stream, in order. So as soon as
-its tensor is dead on the host, the block may be given to the next value, though its last copy may not have run: the next copy into
-it comes later on the same stream. Only to give a block back to the system, the host waits for the stream.
+A block is touched by copies of one device alone, and all of these run on that device's one copy stream, in order. So a block may
+be given to the next value as soon as its tensor is dead on the host, even if its last copy has not run: the next copy into it
+comes later on the same stream. Only before a block is given back to the system does the host wait for the stream.
 
-Blocks that are not in use never bring the total above the bytes that were in use at once lately, so lengths that change do not pile
-up blocks of all sizes, and the host takes what the plan of the longest one says.
+Unused blocks never bring the total above the bytes that were in use at once lately. So blocks of many sizes do not pile up if
+lengths change, and the host takes what the plan of the longest one says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,12 +29,13 @@ from streamfx.budget import free_on, in_bytes
 from streamfx.errors import NoRoom
 from streamfx.log import log
 
+HOST = torch.device("cpu")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 ROOMY = 2  # a block may be so many times as large as a value that is put into it
 LATELY = 1024  # values
 NOT_REGISTERED = (
-    "cudaHostRegister refused %s of pinned memory (%s). Offloaded values take PyTorch's pinned memory instead, which rounds each up to "
-    "a power of two: %s for this one, %s of them wasted."
+    "cudaHostRegister refused %s of pinned memory (%s). Offloaded values take PyTorch's pinned memory instead, which rounds each "
+    "up to a power of two: %s for this one, %s of them wasted."
 )
 
 
@@ -102,8 +102,8 @@ class PinnedBlocks:
             self.unused.append(block)
 
     def _unused_for(self, size: int) -> Block | None:
-        """The smallest unused block that holds a value, and wastes no more than half of itself."""
-        fitting = [block for block in self.unused if size <= block.size <= ROOMY * bytes_pinned(size)]
+        """The smallest unused block that holds a value and is not too roomy, of several the one that was used last."""
+        fitting = [block for block in reversed(self.unused) if size <= block.size <= ROOMY * bytes_pinned(size)]
         if not fitting:
             return None
         found = min(fitting, key=lambda block: block.size)
@@ -111,19 +111,22 @@ class PinnedBlocks:
         return found
 
     def _shrink(self, needed: int) -> None:
-        """Give unused blocks back, until all bytes are no more than those needed now, or in use at once lately."""
-        most = max(needed, *self._lately, 0)
-        excess = needed + sum(block.size for block in self.unused) - most
-        if excess > 0:
-            self.stream.synchronize()
+        """Give the oldest unused blocks back, until all bytes are no more than those needed now, or in use at once lately."""
+        excess = needed + sum(block.size for block in self.unused) - max(needed, *self._lately, 0)
+        count = 0
         while excess > 0:
-            excess -= self.unused[0].size
-            self._free(self.unused.pop(0))
+            excess -= self.unused[count].size
+            count += 1
+        if count:
+            self._give_back(count)
 
-    def _free(self, block: Block) -> None:
-        if code := int(self.beside.cudart().cudaHostUnregister(block.address)):
-            raise RuntimeError(f"cudaHostUnregister failed with error {code}")  # memory that is still registered is never unmapped
-        block.memory.close()
+    def _give_back(self, count: int) -> None:
+        self.stream.synchronize()  # see NOTE [When a block is used again]
+        for block in self.unused[:count]:
+            if code := int(self.beside.cudart().cudaHostUnregister(block.address)):
+                raise RuntimeError(f"cudaHostUnregister failed with error {code}")
+        # mappings end with the last reference to them: after they were unregistered, and after a view that is just being freed
+        del self.unused[:count]
 
     # -- new blocks
 
@@ -141,7 +144,6 @@ class PinnedBlocks:
         code = int(self.beside.cudart().cudaHostRegister(block.address, rounded, PORTABLE))
         if not code:
             return block
-        block.memory.close()
         self.registers = False
         forget_error(self.device)
         whole = 1 << (size - 1).bit_length()
@@ -149,7 +151,6 @@ class PinnedBlocks:
         return None
 
     def _of_torch(self, size: int) -> Tensor:
-        self._check_room(size)
         try:
             return pinned_by_torch(size)
         except RuntimeError as error:
@@ -159,16 +160,10 @@ class PinnedBlocks:
 
     def _check_room(self, size: int) -> None:
         """Linux gives memory that is not there, and ends the process once it is touched: refuse before."""
-        if size > free_on(torch.device("cpu")) and self.unused:
-            self._shrink_all()
-        free = free_on(torch.device("cpu"))
-        if size > free:
+        if size > free_on(HOST) and self.unused:
+            self._give_back(len(self.unused))
+        if size > (free := free_on(HOST)):
             raise self._no_room(size, f"{in_bytes(free)} of the host's memory are free for this process", free)
-
-    def _shrink_all(self) -> None:
-        self.stream.synchronize()
-        while self.unused:
-            self._free(self.unused.pop())
 
     def _no_room(self, size: int, found: str, free: int | None = None) -> NoRoom:
         error = NoRoom(
@@ -192,7 +187,6 @@ def forget_error(device: torch.device) -> None:
         torch.ones(1, device=device)
 
 
-@cache
 def limit_of_locked_memory() -> int | None:
     """Bytes that this process may lock, or None if there is no limit."""
     try:

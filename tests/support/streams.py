@@ -28,7 +28,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -51,7 +50,7 @@ class Block:
 
     number: int
     size: int = 0
-    stream: Stream | None = None
+    stream: Queue | None = None
     is_recorded: bool = False  # by `record_stream`
 
 
@@ -59,7 +58,7 @@ class Block:
 class Mark:
     """A place in a stream's queue: all tasks before it."""
 
-    stream: Stream
+    stream: Queue
     position: int
 
 
@@ -72,16 +71,17 @@ class Task:
 
 
 @dataclass(eq=False)
-class Stream:
+class Queue:
     device: Device
     name: str
     tasks: list[Task] = field(default_factory=list)
 
     def wait_event(self, event: Event) -> None:
         if event.mark is not None:
+            self.device.overlaps.append(sum(task.name != "wait" for task in self.tasks[event.before.get(self, 0) :]))
             self.device.ask(Task("wait", needs=(event.mark,)), self)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: Queue) -> None:
         self.device.ask(Task("wait", needs=(other.mark(),)), self)
 
     def synchronize(self) -> None:
@@ -95,9 +95,10 @@ class Stream:
 class Event:
     device: Device
     mark: Mark | None = None
+    before: dict[Queue, int] = field(default_factory=dict)  # how many tasks each stream had when it was recorded
 
-    def record(self, stream: Stream) -> None:
-        self.mark = stream.mark()
+    def record(self, stream: Queue) -> None:
+        self.mark, self.before = stream.mark(), {other: len(other.tasks) for other in self.device.streams}
 
     def synchronize(self) -> None:
         if self.mark is not None:
@@ -115,15 +116,19 @@ class Life:
 
 
 class Device:
-    """What `torch.cuda` is to `streamfx.runtime.offload`: streams, events, and the CUDA runtime."""
+    """What `torch.cuda` is to `streamfx.runtime.offload`: streams, events, and the CUDA runtime.
+
+    `overlaps`: for each event that a stream has waited for, the stream's own tasks since the event was recorded.
+    """
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
+        self.streams: list[Queue] = []
         self.compute = self.Stream()
+        self.overlaps: list[int] = []
         self.lives: dict[int, Life] = {}  # by storage
         self.ended: list[Life] = []
         self.runtime = CudaRuntime(self)
-        self._free: dict[tuple[Stream | None, int], list[Block]] = {}
+        self._free: dict[tuple[Queue | None, int], list[Block]] = {}
         self._on_host: dict[int, Block] = {}  # by address
         self._content: dict[Block, int] = {}  # as the program means it by now
         self._known: tuple[Mark, ...] = ()  # what the host has waited for
@@ -132,18 +137,18 @@ class Device:
 
     # -- the interface of torch.cuda
 
-    def Stream(self, device: Any = None) -> Stream:
-        self.streams.append(Stream(self, f"stream {len(self.streams)}"))
+    def Stream(self, device: Any = None) -> Queue:
+        self.streams.append(Queue(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 
     def Event(self) -> Event:
         return Event(self)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Queue:
         return getattr(self._current, "stream", self.compute)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Queue) -> Iterator[None]:
         before, self._current.stream = self.current_stream(), stream
         try:
             yield
@@ -153,7 +158,7 @@ class Device:
     def cudart(self) -> Any:
         return self.runtime
 
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+    def record_stream(self, tensor: Tensor, stream: Queue) -> None:
         if life := self.lives.get(tensor.untyped_storage()._cdata):
             life.block.is_recorded = True
 
@@ -166,12 +171,12 @@ class Device:
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
 
     @contextmanager
-    def watching(self, stream: Stream | None = None) -> Iterator[None]:
+    def watching(self, stream: Queue | None = None) -> Iterator[None]:
         """Operators of this thread are tasks of a stream."""
         with self.stream(stream or self.compute), _Watch(self):
             yield
 
-    def ask(self, task: Task, stream: Stream) -> None:
+    def ask(self, task: Task, stream: Queue) -> None:
         with self._lock:
             stream.tasks.append(Task(task.name, task.reads, task.writes, (*task.needs, *self._known)))
 
@@ -190,6 +195,7 @@ class Device:
             writes = tuple((block, next(self._numbers)) for block in dict.fromkeys(targets))
             self._content |= dict(writes)
             if writes:
+                self.runtime.launch()
                 self.ask(Task(name, meant, writes), self.current_stream())
 
     def block_of(self, tensor: Tensor) -> Block:
@@ -228,10 +234,6 @@ class Device:
         lives = [life for life in (*self.ended, *self.lives.values()) if life.is_offloaded]
         return max((sum(other.begin <= life.begin < other.end for other in lives) for life in lives), default=0)
 
-    def waits(self, begin: int = 0) -> list[str]:
-        """The tasks of the compute stream in order."""
-        return [task.name for task in self.compute.tasks[begin:]]
-
     def check(self, seeds: int = 3) -> None:
         """Execute all tasks: with each stream as late as the others allow, and in some random orders."""
         for late in self.streams:
@@ -239,9 +241,9 @@ class Device:
         for seed in range(seeds):
             self._execute(Random(seed).choice)
 
-    def is_done(self, block_at: int) -> bool:
+    def is_done(self, address: int) -> bool:
         """Whether the host knows that no task will touch memory of the host any more."""
-        block = self._on_host.get(block_at)
+        block = self._on_host.get(address)
         return all(
             any(mark.stream is stream and position < mark.position for mark in self._known)
             for stream in self.streams
@@ -249,7 +251,7 @@ class Device:
             if any(block is touched for touched, _ in (*task.reads, *task.writes))
         )
 
-    def _execute(self, choose: Callable[[list[Stream]], Stream]) -> None:
+    def _execute(self, choose: Callable[[list[Queue]], Queue]) -> None:
         content: dict[Block, int] = {}
         done = dict.fromkeys(self.streams, 0)
         while any(done[stream] < len(stream.tasks) for stream in self.streams):
@@ -264,7 +266,7 @@ class Device:
                     raise Race(f"{task.name} on {stream.name} finds {found} in block {block.number}, and not {meant}")
             content |= dict(task.writes)
 
-    def _is_ready(self, stream: Stream, done: dict[Stream, int]) -> bool:
+    def _is_ready(self, stream: Queue, done: dict[Queue, int]) -> bool:
         if done[stream] == len(stream.tasks):
             return False
         return all(done[mark.stream] >= mark.position for mark in stream.tasks[done[stream]].needs)
@@ -288,7 +290,7 @@ class _Watch(TorchDispatchMode):
             return out
         out = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
-        if schema is None:
+        if schema is None or schema.name == "aten::set_":  # of no work on a device
             return out
         given = tensors_in((args, kwargs))
         known = {item.untyped_storage()._cdata for item in given}
