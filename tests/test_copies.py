@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.ir.facts import known
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
 from streamfx.options import resolved
+from streamfx.planner.host import bytes_on_host
 from streamfx.runtime.outer import OuterRunner
 from tests.support.exactness import assert_small, compare, value_errors
 from tests.support.stages import Layers, batch
@@ -29,14 +31,17 @@ class Traced:
     def __init__(self, model: Layers) -> None:
         (self.recorded,) = compare(model.double(), batch(), chunk_size=5).recorder.compilations
         self.truth, self.outputs = self.recorded.joint_values(), self.recorded.joint_arguments[1]
-        self._programs: dict[str, Program] = {}
+        self._facts: dict[str, Facts] = {}
         self.program()  # before a device watches
 
-    def program(self, **options: Any) -> Program:
+    def facts(self, **options: Any) -> Facts:
         given = {"outputs": "dense", "chunk_size": 5, "loss_chunk_size": 5, "offload": "inputs", "save": "inputs", **options}
-        if str(given) not in self._programs:
-            self._programs[str(given)] = known(self.recorded.facts_for(resolved(given)).program)
-        return self._programs[str(given)]
+        if str(given) not in self._facts:
+            self._facts[str(given)] = self.recorded.facts_for(resolved(given))
+        return self._facts[str(given)]
+
+    def program(self, **options: Any) -> Program:
+        return known(self.facts(**options).program)
 
     def run(self, device: Device, **options: Any) -> None:
         """Both halves on the device; their results are those of the traced graph."""
@@ -74,11 +79,31 @@ def test_two_inputs_are_alive_at_most(traced: Traced, device: Device) -> None:
     assert len(device.overlaps) == 2 * (LAYERS - 1)
 
 
-@pytest.mark.parametrize("options", [{"keep_every": 2}, {"keep_every": 3}, {"save": "attention"}, {"chunk_size": 13}], ids=str)
-def test_other_plans(traced: Traced, device: Device, options: dict[str, Any]) -> None:
+ATTENTION = {"offload": "attention", "save": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "alive"),
+    [
+        ({"keep_every": 2}, 2),
+        ({"keep_every": 3}, 2),
+        ({"save": "attention"}, 2),
+        ({"chunk_size": 13}, 2),
+        (ATTENTION, 6),
+        ({**ATTENTION, "keep_every": 3}, 6),
+    ],
+    ids=str,
+)
+def test_other_plans(traced: Traced, device: Device, options: dict[str, Any], alive: int) -> None:
+    """Beside an input attention leaves its results and their log-sum-exps: three values of a stage."""
     traced.run(device, **options)
     device.check()
-    assert 0 < device.most_alive() <= 2
+    assert 0 < device.most_alive() <= alive
+
+
+def test_blocks_of_the_host_are_those_of_the_plan(traced: Traced, device: Device) -> None:
+    traced.run(device, **ATTENTION)
+    assert device.runtime.most == bytes_on_host(traced.facts(**ATTENTION)) == mmap.PAGESIZE * (3 * LAYERS - 1)
 
 
 def test_copies_run_beside_the_loops_of_a_stage(traced: Traced, device: Device) -> None:
