@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from streamfx.options import OFFLOADS
 from tests.support.fake_cuda import COMPILER, reported
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -117,7 +118,7 @@ def test_all_of_it_streams(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 96, "offload": "inputs"}], ids=["default", "small chunks, offloaded"])
+@pytest.mark.parametrize("options", [{}, *({"chunk_size": 96, "offload": offload} for offload in OFFLOADS)], ids=str)
 def test_layers_on_two_devices(options: dict[str, Any]) -> None:
     """Each stage streams where its weights are; what crosses is copied as in eager."""
     found = reported("two_devices", options=options)

@@ -38,6 +38,7 @@ class Rise:
 
 
 ASKS_DEVICE = torch.ops.prim.device.default
+COPIES = (to_host, from_host)  # they run beside the work of the device: `planner/overlap.py` says what they add
 
 
 class Meter(TorchDispatchMode):
@@ -207,7 +208,7 @@ class Meter(TorchDispatchMode):
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
-    if getattr(func, "is_view", False):
+    if getattr(func, "is_view", False) or func in COPIES:
         return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):

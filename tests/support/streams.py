@@ -2,7 +2,7 @@
 
 Operators run at once, on a CPU. For each the device notes a task: which blocks of memory it reads and writes, and on which
 stream. After the program has ended `check` executes the tasks in several orders, and raises `Race` if a task reads a block that
-does not hold what the program meant.
+does not hold what the program meant, or if a block was freed while another stream might still touch it.
 
     device = Device()
     device.install(monkeypatch)      # streamfx copies to and from this device
@@ -22,12 +22,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -37,6 +38,7 @@ from tests.support.cuda_runtime import CudaRuntime
 
 GIVEN = 0  # the content of memory that was there before the program
 UNWRITTEN = -1  # the content of a new tensor; whoever reads it means nothing by it
+COPY = torch.ops.aten.copy_.default
 FACTORIES = ("aten::empty", "aten::new_empty")  # they write nothing
 
 
@@ -52,6 +54,7 @@ class Block:
     size: int = 0
     stream: Queue | None = None
     is_recorded: bool = False  # by `record_stream`
+    touched: list[tuple[Mark, Task]] = field(default_factory=list)  # since it was taken
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Queue:
     device: Device
     name: str
     tasks: list[Task] = field(default_factory=list)
+    waited_for: dict[Queue, int] = field(default_factory=dict)  # of other streams, up to which place
 
     def wait_event(self, event: Event) -> None:
         if event.mark is not None:
@@ -128,6 +132,7 @@ class Device:
         self.lives: dict[int, Life] = {}  # by storage
         self.ended: list[Life] = []
         self.runtime = CudaRuntime(self)
+        self.too_early: list[str] = []  # what was freed
         self._free: dict[tuple[Queue | None, int], list[Block]] = {}
         self._on_host: dict[int, Block] = {}  # by address
         self._content: dict[Block, int] = {}  # as the program means it by now
@@ -178,7 +183,11 @@ class Device:
 
     def ask(self, task: Task, stream: Queue) -> None:
         with self._lock:
-            stream.tasks.append(Task(task.name, task.reads, task.writes, (*task.needs, *self._known)))
+            stream.tasks.append(replace(task, needs=(*task.needs, *self._known)))
+            for mark in stream.tasks[-1].needs:
+                stream.waited_for[mark.stream] = max(stream.waited_for.get(mark.stream, 0), mark.position)
+            for block, _ in (*task.reads, *task.writes):
+                block.touched.append((stream.mark(), task))
 
     def host_waits(self, mark: Mark) -> None:
         with self._lock:
@@ -215,6 +224,7 @@ class Device:
         storage, stream = tensor.untyped_storage(), self.current_stream()
         free = self._free.get((stream, storage.nbytes()))
         block = free.pop() if free else Block(next(self._numbers), storage.nbytes(), stream)
+        block.touched.clear()
         self.lives[storage._cdata] = Life(block, next(self._clock))
         weakref.finalize(storage, self._give_back, storage._cdata).atexit = False
         return block
@@ -224,8 +234,16 @@ class Device:
             life = self.lives.pop(key)
             self.ended.append(life)
             if not life.block.is_recorded:
+                self._check_free(life.block)
                 life.end = next(self._clock)
                 self._free.setdefault((life.block.stream, life.block.size), []).append(life.block)
+
+    def _check_free(self, block: Block) -> None:
+        """Whatever the block's stream is asked for next, it comes after all that other streams do with the block."""
+        assert block.stream is not None
+        for place, task in block.touched:
+            if place.stream is not block.stream and block.stream.waited_for.get(place.stream, 0) < place.position:
+                self.too_early.append(f"block {block.number} was freed before {task.name} on {place.stream.name} had to be done")
 
     # -- what becomes of it
 
@@ -236,6 +254,8 @@ class Device:
 
     def check(self, seeds: int = 3) -> None:
         """Execute all tasks: with each stream as late as the others allow, and in some random orders."""
+        if self.too_early:
+            raise Race("; ".join(self.too_early))
         for late in self.streams:
             self._execute(lambda ready, late=late: next((s for s in ready if s is not late), late))  # type: ignore[misc]
         for seed in range(seeds):
@@ -279,7 +299,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.stream = device, device.current_stream()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -288,6 +308,9 @@ class _Watch(TorchDispatchMode):
                 out = (offload._to_host if func is offload.to_host else offload._from_host)(*args, **kwargs)
             self.device.offloaded(args[0] if func is offload.to_host else out)
             return out
+        if func is COPY and self.device.current_stream() is not self.stream:
+            same = args[0].stride() == args[1].stride() == torch.empty_like(args[1]).stride()
+            assert same, "a copy between two layouts, or of one with gaps, allocates memory on the copy stream"
         out = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         if schema is None or schema.name == "aten::set_":  # of no work on a device
