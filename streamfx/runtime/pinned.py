@@ -123,7 +123,9 @@ class PinnedBlocks:
     def _give_back(self, count: int) -> None:
         self.stream.synchronize()  # see NOTE [When a block is used again]
         for block in self.unused[:count]:
-            if code := int(self.beside.cudart().cudaHostUnregister(block.address)):
+            with self.beside.stream(self.stream):  # on its device: else the runtime would set up another one
+                code = int(self.beside.cudart().cudaHostUnregister(block.address))
+            if code:
                 raise RuntimeError(f"cudaHostUnregister failed with error {code}")
         # mappings end with the last reference to them: after they were unregistered, and after a view that is just being freed
         del self.unused[:count]
@@ -141,7 +143,8 @@ class PinnedBlocks:
             block = Block(mmap.mmap(-1, rounded))  # shared, so that a fork does not copy pages that a device writes to
         except OSError as error:
             raise self._no_room(rounded, str(error.strerror or error)) from error
-        code = int(self.beside.cudart().cudaHostRegister(block.address, rounded, PORTABLE))
+        with self.beside.stream(self.stream):
+            code = int(self.beside.cudart().cudaHostRegister(block.address, rounded, PORTABLE))
         if not code:
             return block
         self.registers = False
