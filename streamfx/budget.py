@@ -107,12 +107,16 @@ def _free_of_host() -> int:
 
 
 def _free_of_group() -> int:
-    """Bytes left of what a container allows."""
+    """Bytes left of what a container allows. Pages of files count as used there, and the system drops them on demand."""
+    names = ("memory.max", "memory.current", "memory.stat")
     try:
-        limit, used = ((CONTROL_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used, stat = ((CONTROL_GROUP / name).read_text() for name in names)
     except OSError:
         return sys.maxsize
-    return sys.maxsize if limit == "max" else int(limit) - int(used)
+    if limit.strip() == "max":
+        return sys.maxsize
+    parts = dict(line.split() for line in stat.splitlines())
+    return int(limit) - int(used) + sum(int(parts.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def memory_of(device: torch.device) -> int:

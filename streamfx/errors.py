@@ -211,9 +211,10 @@ class OverBudget(StreamFXError, MemoryError):
 
 
 class NoRoom(StreamFXError, OSError):
-    """What waits on the host (`offload="inputs"`) does not fit onto the disk.
+    """Offloaded values (`offload="inputs"` or `"attention"`) do not fit into the host's memory, or onto the disk.
 
-    It was to wait in a file in `folder`, needs `needed` bytes there, and `free` are left, or None where the system does not tell.
+    With a GPU they wait in pinned memory of the host; on a CPU they wait in files in `folder`, which is empty otherwise. `needed`
+    bytes were asked for, and `free` are left, or None if the system does not say.
 
     Example:
         >>> import streamfx

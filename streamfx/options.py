@@ -15,6 +15,7 @@ from streamfx.budget import FORMS, is_budget
 from streamfx.errors import OptionError
 
 ENVIRONMENT = "STREAMFX_OPTIONS"
+OFFLOADS = ("inputs", "attention")  # what waits on the host, as levels of `save`
 SAVE_LEVELS = ("inputs", "attention", "projections", "products")  # what a stage keeps, from little to much
 
 
@@ -37,8 +38,9 @@ class Options:
         memory_budget: bytes that a step may take, parameters and gradients included: a number, "24GiB" or "24G", a share of the
             device's memory ("90%", 0.9), or "auto", what is free when the step is compiled; the plan makes the step as fast as
             it can be within it. None: chunks are small, memory is what it takes.
-        offload: what waits on the host for the backward half: "none", or "inputs", the inputs of stages that are kept (in
-            pinned memory; on a CPU in memory-mapped files).
+        offload: what waits on the host for the backward half (in pinned memory; on a CPU in memory-mapped files): "none";
+            "inputs", the inputs of stages that are kept; "attention", these and all that `save="attention"` keeps, so that
+            attention is not run twice and nothing of it stays on the device. "attention" implies `save="attention"` or more.
         bodies: who runs the loop bodies: "eager", "inductor", "auto".
         accumulate: type of gradient accumulators: "float32", or "same" as the gradient.
         reshard: whether whole weights of a sharded model are dropped behind the stage that used them, and gathered once more in
@@ -71,7 +73,7 @@ class Options:
     save: Literal["inputs", "attention", "projections", "products", "auto"] = "auto"
     keep_every: int | Literal["auto"] = "auto"
     memory_budget: int | float | str | None = None
-    offload: Literal["none", "inputs"] = "none"
+    offload: Literal["none", "inputs", "attention"] = "none"
     bodies: Literal["eager", "inductor", "auto"] = "auto"
     accumulate: Literal["float32", "same"] = "float32"
     reshard: bool | Literal["auto"] = "auto"
@@ -86,6 +88,7 @@ class Options:
         for field in fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
             _check(field.name, getattr(self, field.name), "streamfx.Options(...)")
+        _check_together(vars(self))
 
     def as_dict(self) -> dict[str, Any]:
         """All options by name.
@@ -135,7 +138,7 @@ ORDERING = ("save", "keep_every", "offload", "memory_budget", "reshard", "gradie
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "save": (*SAVE_LEVELS, "auto"),
-    "offload": ("none", "inputs"),
+    "offload": ("none", *OFFLOADS),
     "bodies": ("eager", "inductor", "auto"),
     "accumulate": ("float32", "same"),
     "reshard": ("auto", True, False),
@@ -169,6 +172,7 @@ def checked(options: Any, origin: str) -> dict[str, Any]:
     given = {name: plain(value) for name, value in options.items()}
     for name, value in given.items():
         _check(name, value, origin)
+    _check_together(given)
     return given
 
 
@@ -219,6 +223,21 @@ def _check(name: Any, value: Any, origin: str) -> None:
             found=f"{value!r} ({type(value).__name__})",
             do=f"{hint}allowed: {', '.join(map(repr, allowed))}",
         )
+
+
+def _check_together(options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other, wherever each of them was given."""
+    if options.get("offload") == "attention" and options.get("save") == "inputs":
+        raise OptionError(
+            "offload='attention' keeps results of attention on the host, and save='inputs' keeps none",
+            found="save='inputs', offload='attention'",
+            do="leave save out, or give offload='inputs'",
+        )
+
+
+def least_save(offload: str) -> str:
+    """The lowest level of `save` that keeps all that is offloaded."""
+    return "inputs" if offload == "none" else offload
 
 
 def refuse_positional(values: Iterable[Any], origin: str) -> None:

@@ -30,6 +30,8 @@ CHOICES: list[dict[str, Any]] = [
     {"keep_every": 2, "save": "products"},
     {"offload": "inputs", "save": "inputs"},
     {"offload": "inputs", "keep_every": 2},
+    {"offload": "attention", "keep_every": 2},
+    {"offload": "attention"},
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from streamfx.options import OFFLOADS
 from tests.support import fake_cuda
 from tests.support.fake_cuda import COMPILER, private_folder, reported
 
@@ -156,7 +157,7 @@ def test_libraries_are_kept_in_a_private_folder(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 96, "offload": "inputs"}], ids=["default", "small chunks, offloaded"])
+@pytest.mark.parametrize("options", [{}, *({"chunk_size": 96, "offload": offload} for offload in OFFLOADS)], ids=str)
 def test_layers_on_two_devices(options: dict[str, Any]) -> None:
     """Each stage streams where its weights are; what crosses is copied as in eager."""
     found = reported("two_devices", options=options)

@@ -11,9 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,8 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.runtime import files, offload
+from streamfx.runtime import files
 from streamfx.runtime.files import mapped
-from tests.support import hf
-from tests.support.exactness import compare
-from tests.support.hf import deep
 
 STATUS = Path("/proc/self/status")
 
@@ -147,72 +141,3 @@ def test_a_step_on_a_full_disk(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"where {tmp_path}" in done.stdout
     assert "is in memory itself (tmpfs)" in done.stderr
-
-
-class Beside:
-    """A device's streams and events, which note who waits for what; all work is done when it is asked for."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.events = 0
-        self.now = "work"
-
-    def Stream(self, device: torch.device) -> Lane:
-        return Lane(self, "copies")
-
-    def current_stream(self, device: torch.device) -> Lane:
-        return Lane(self, self.now)
-
-    def Event(self) -> Copy:
-        self.events += 1
-        return Copy(self, self.events)
-
-    @contextmanager
-    def stream(self, stream: Lane) -> Iterator[None]:
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
-
-@dataclass(frozen=True)
-class Lane:
-    beside: Beside
-    name: str
-
-    def wait_stream(self, other: Lane) -> None:
-        self.beside.notes.append(f"{self.name} wait for all {other.name}")
-
-    def wait_event(self, event: Copy) -> None:
-        self.beside.notes.append(f"{self.name} wait for copy {event.number}")
-
-
-@dataclass(frozen=True)
-class Copy:
-    beside: Beside
-    number: int
-
-    def record(self, stream: Lane) -> None:
-        assert stream.name == self.beside.now == "copies"
-        self.beside.notes.append(f"copy {self.number}")
-
-
-def test_work_waits_for_its_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next copy is on its way by then."""
-    beside, used = Beside(), list[str]()
-    monkeypatch.setattr(offload, "BESIDE", {"cpu": beside})
-    monkeypatch.setattr(offload, "pinned", torch.empty_like)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream.name))
-    offload.copying.cache_clear()
-    ids = torch.randint(1, hf.VOCABULARY, (2, 19))
-    compare(deep(hf.llama, 4), {"input_ids": ids, "labels": ids}, chunk_size=6, offload="inputs", save="inputs")
-    offload.copying.cache_clear()
-    out = beside.notes.count("copies wait for all work")  # a value is copied when it has been made
-    back = [note for note in beside.notes if note != "copies wait for all work"]
-    count = len(back) // 2
-    assert out == count >= 3
-    assert back == [
-        "copy 1",
-        *(note for n in range(1, count) for note in (f"copy {n + 1}", f"work wait for copy {n}")),
-        f"work wait for copy {count}",
-    ]
-    assert used == ["copies"] * out + ["work"] * count

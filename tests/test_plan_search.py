@@ -10,6 +10,7 @@ import pytest
 from streamfx.cost.curve import Curve, Point
 from streamfx.cost.work import NO_WORK
 from streamfx.inspection.explain import OURS
+from streamfx.options import OFFLOADS
 from streamfx.planner.growth import Growth, growth_of
 from streamfx.planner.predict import Prediction
 from streamfx.planner.scout import guessed
@@ -110,14 +111,14 @@ def test_a_search_ends_where_no_more_is_to_be_had() -> None:
     assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(traced) <= 3
 
 
-def test_what_waits_on_the_host_is_limited() -> None:
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_what_waits_on_the_host_is_limited(offload: str) -> None:
     def predict(length: int, options: Any) -> Prediction:
-        assert options["keep_every"] == 1
+        assert (options["keep_every"], options["save"], options["offload"]) == (1, offload, offload)
         return replace(prediction(length, 1000 + length), host_bytes=10 * length)
 
-    offload = {"offload": "inputs"}
     for host, most in ((None, 400_000), (10**6, 100_000)):
-        best = largest(predict, Limits(400_000, host), offload, 65_536, LENGTH, 9)
+        best = largest(predict, Limits(400_000, host), {"offload": offload}, 65_536, LENGTH, 9)
         assert best is not None and 0.98 * most < best[0] <= most
 
 

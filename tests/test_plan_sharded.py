@@ -17,17 +17,24 @@ import streamfx
 from streamfx.cli import main
 from streamfx.cost.wire import Traffic, sent_by
 from streamfx.cost.work import Work
+from streamfx.cost.workspaces import GRANULE
 from streamfx.planner.devices import device_called
 from streamfx.planner.host import Copies
 from streamfx.planner.models import built
 from streamfx.planner.overlap import Seconds, Stretch, waited
+from streamfx.runtime.pinned import bytes_pinned
 from tests.support.sharded import sharded
 from tests.test_collectives import Two, ranks  # noqa: F401  (a fixture)
 from tests.test_plan import TINY
 from tests.test_wire import explained
 
 LAYERS = 3
-DEEPER = {**TINY, "num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 512}  # parameters are most of the memory
+DEEPER: dict[str, Any] = {
+    **TINY,
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+}  # parameters are most of the memory
 
 
 def plan_of(world: int = 8, shard: str = "ddp", **arguments: Any) -> dict[str, Any]:
@@ -234,3 +241,23 @@ def test_copies_to_the_host_take_time() -> None:
         found["seconds"]
         > streamfx.plan(DEEPER, seq=512, baselines=False, options={**options, "offload": "none"}).summary()["seconds"]
     )
+
+
+def test_results_of_attention_wait_on_the_host() -> None:
+    """Each is copied beside loops, and takes whole pages; the device has those of two stages at most, and runs attention once."""
+    length, options = 500, {"keep_every": 1, "chunk_size": 64, "loss_chunk_size": 64}
+    found, kept = (
+        streamfx.plan(DEEPER, seq=length, baselines=False, options={**options, **own}).summary()
+        for own in ({"offload": "attention"}, {"save": "attention"})
+    )
+    stream = length * DEEPER["hidden_size"] * 2
+    stage = [stream, length * DEEPER["num_attention_heads"] * 4]  # the result, and a log-sum-exp for each row and head
+    on_host = LAYERS * sum(map(bytes_pinned, stage)) + (LAYERS - 1) * bytes_pinned(stream)
+    assert found["host"]["bytes"] == on_host > LAYERS * sum(stage) + (LAYERS - 1) * stream
+    assert found["host"]["copied_bytes"] == 2 * (LAYERS * sum(stage) + (LAYERS - 1) * stream)
+    assert found["flops"] == kept["flops"]
+    assert found["peak_by_term"].get("stage inputs", 0) <= 2 * (sum(map(rounded, stage)) + rounded(stream))
+
+
+def rounded(size: int) -> int:
+    return -(-size // GRANULE) * GRANULE

@@ -349,6 +349,7 @@ def test_activations_from_outside(is_leaf: bool) -> None:
         {"save": "inputs"},
         {"save": "products"},
         {"offload": "inputs"},
+        {"offload": "attention"},
         {"accumulate": "same"},
         {"chunk_size": "auto", "memory_budget": "1GiB", "bodies": "eager"},
     ],

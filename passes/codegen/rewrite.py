@@ -26,6 +26,7 @@ from streamfx.ir.plan import ChunkSize
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
+from streamfx.passes.codegen.copies import copy_to_host, fetch_in_time
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE, is_made_here, made_by, write_in_place
 from streamfx.passes.codegen.memory import copied_if_written, gradients_apart, results_apart
 from streamfx.passes.codegen.outer import OuterBuilder
@@ -37,7 +38,7 @@ from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.early_sums import early_sums
 from streamfx.passes.partition.regions import Region, place
 from streamfx.runtime.as_traced import is_marked, unmarked
-from streamfx.runtime.offload import arrived, from_host, to_host
+from streamfx.runtime.offload import from_host, wait_for_copy
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -81,8 +82,6 @@ class _Rewriter:
                 continue
             if wanted:
                 self._run_again(stage, backward)
-                for ahead in (0, 1):  # what is needed first comes first
-                    backward.fetch_for(self.stages.index(stage) - ahead)
             region = place(wanted, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
@@ -212,7 +211,6 @@ class _BackwardBuilder(OuterBuilder):
         super().__init__(rewriter.layout, rewriter.order, rewriter.facts.plan)
         self.joint, self.forward = rewriter.joint, forward
         self.saved: dict[fx.Node, fx.Node] = {}
-        self.fetched: dict[fx.Node, fx.Node] = {}
         self.offloaded = {node for nodes in self.plan.offloaded for node in nodes}
         self.numbers: dict[sympy.Symbol, fx.Node] = {}
         self.objects: dict[fx.Node, fx.Node] = {}
@@ -233,8 +231,7 @@ class _BackwardBuilder(OuterBuilder):
     def value(self, node: fx.Node) -> fx.Node | None:
         if node not in self.env and self._is_saved(node):
             if node in self.offloaded:
-                self.env[node] = self.graph.call_function(arrived, (self._fetched(node),))
-                self.env[node].meta = dict(node.meta)
+                self.env[node] = self._fetched(node)
             else:
                 self.env[node] = self.saved[node] = self._placeholder(node.name, dict(node.meta))
         if node not in self.env and is_object(node):
@@ -242,31 +239,29 @@ class _BackwardBuilder(OuterBuilder):
         return self.env.get(node)
 
     def _fetched(self, node: fx.Node) -> fx.Node:
-        """A value on its way from the host."""
-        if node not in self.fetched:
-            held = self.saved[node] = self._placeholder(f"{node.name}_held", {"val": self._on_host(node)})
-            self.fetched[node] = self.graph.call_function(from_host, (held, node.meta["val"].device))
-        return self.fetched[node]
+        """A value that waits on the host; `fetch_in_time` moves its copy forward."""
+        held = self.saved[node] = self._placeholder(f"{node.name}_held", {"val": self._on_host(node)})
+        fetched = self.graph.call_function(from_host, (held, node.meta["val"].device))
+        made = self.graph.call_function(wait_for_copy, (fetched,))
+        fetched.meta, made.meta = dict(node.meta), dict(node.meta)
+        return made
 
     def _on_host(self, node: fx.Node) -> Any:
         with torch.no_grad():
             return torch.empty_like(node.meta["val"], device="cpu")
 
-    def fetch_for(self, stage: int) -> None:
-        """Let the inputs of a stage's backward half come from the host while the stage after it runs."""
-        for node in self.plan.offloaded[stage - 1] if self.plan.offloaded and stage > 0 else ():
-            if node not in self.env and self._is_saved(node):
-                self._fetched(node)
-
-    def held(self, node: fx.Node) -> fx.Node:
-        """What the forward half hands over of a saved value: a copy of what the caller writes to once that half has run."""
-        made = self.forward.env[node]
-        if node not in self.offloaded:
-            return copied_if_written(made)
-        with self.forward.graph.inserting_after(made):
-            held = self.forward.graph.call_function(to_host, (made,))
-        held.meta = {"val": self._on_host(node), "joint": node.name, "stack_trace": node.meta.get("stack_trace")}
-        return held
+    def kept_by_forward(self) -> list[fx.Node]:
+        """What the forward half keeps of each saved value: the copy on the host if it is offloaded, a copy on the device if the
+        caller may write to it once that half has run, else the value.
+        """
+        made = {node: self.forward.env[node] for node in self.saved}
+        meta = {
+            made[node]: {"val": self._on_host(node), "joint": node.name, "stack_trace": node.meta.get("stack_trace")}
+            for node in self.saved
+            if node in self.offloaded
+        }
+        held = copy_to_host(self.forward.graph, meta)
+        return [held[value] if node in self.offloaded else copied_if_written(value) for node, value in made.items()]
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
         if node not in self.states and node in self.forward.states:
@@ -311,6 +306,7 @@ class _BackwardBuilder(OuterBuilder):
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Close the graph; returns the forward nodes to save, in AOTAutograd's order: tensors, then objects and numbers."""
         self.graph.output(gradients)
+        fetch_in_time(self.graph)
         previous: fx.Node | None = None
         tensors = *self.saved.values(), *self.states.values()
         for made in (*self.numbers.values(), *tensors, *self.objects.values(), *self.tangents):
@@ -321,7 +317,7 @@ class _BackwardBuilder(OuterBuilder):
             previous = made
         for node, placeholder in self.saved.items():
             placeholder.meta[SAVED_FOR_ONE] = self._is_for_one(node)
-        saved = [self.held(node) for node in self.saved] + [self.forward.states[node] for node in self.states]
+        saved = self.kept_by_forward() + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
         return saved, objects + [self.forward.symbol(symbol) for symbol in self.numbers]
 

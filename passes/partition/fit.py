@@ -27,7 +27,7 @@ from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk, ChunkSize
 from streamfx.ir.program import Program
 from streamfx.log import log
-from streamfx.options import SAVE_LEVELS, Options
+from streamfx.options import SAVE_LEVELS, Options, least_save
 from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
@@ -72,8 +72,9 @@ def held_bytes(graph: fx.Graph, but_for: Collection[fx.Node] = ()) -> int:
 
 
 def kept_bytes(facts: Facts) -> int:
-    """Bytes of what a plan keeps beside the outputs of stages."""
-    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes)
+    """Bytes of what a plan keeps on the device beside the outputs of stages."""
+    waiting = {node for nodes in facts.plan.offloaded for node in nodes}
+    return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes if node not in waiting)
 
 
 def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
@@ -161,7 +162,7 @@ class _Search:
     def candidates(self) -> Iterator[Candidate]:
         """What the options leave open, the fastest first; those that cannot fit by far are left out."""
         count = len(self.facts.stages)
-        save = "inputs" if self.options.save == "auto" else self.options.save
+        save = self.least if self.options.save == "auto" else self.options.save
         if Between(self.facts).exchanges:  # what ranks exchange, and when, must not follow from one rank's bytes
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
@@ -176,11 +177,11 @@ class _Search:
                 yield candidate
 
     def keeping_more(self, every: int) -> Iterator[Candidate]:
-        """Those that keep more than stage inputs and may fit, the most first."""
+        """Those that keep more than they have to and may fit, the most first."""
         program = known(self.facts.program)
-        base = self.simulate(Candidate("inputs", every), program, self.working_sets(program)[1])
+        base = self.simulate(Candidate(self.least, every), program, self.working_sets(program)[1])
         found: dict[Any, Candidate] = {}
-        for level in SAVE_LEVELS[1:]:
+        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least) + 1 :]:
             candidate = Candidate(level, every)
             planned = self.planned(candidate)
             if base.peak + kept_bytes(planned) <= self.left * NEAR:
@@ -197,6 +198,10 @@ class _Search:
     def smallest(self) -> Cost:
         """The cost of what was simulated with the smallest peak."""
         return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
+
+    @property
+    def least(self) -> str:
+        return least_save(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
         return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import ChunkPlan, ChunkSize
-from streamfx.options import Options
+from streamfx.options import Options, least_save
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.saving import kept_values
@@ -37,7 +37,7 @@ class Plan:
             kept=kept,
             narrow=self.narrow(facts),
             dropped=self.dropped(facts),
-            offloaded=self.offloaded(facts),
+            offloaded=self.offloaded(facts, between),
             again=between.made_again(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
@@ -52,37 +52,42 @@ class Plan:
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
         """The longest lengths for which what is kept is small, where it is kept for that; None where nothing depends on them."""
         now = Lengths.now(facts.joint.graph)
-        if not now or not any(kept) or self.options.save != "auto":
+        if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
         return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
 
     def kept(self, facts: Facts, between: Between) -> tuple[tuple[fx.Node, ...], ...]:
-        """What each stage keeps; where it is left open and there is no budget, results of attention while they are small.
+        """What each stage keeps; if it is left open, what is offloaded, and without a budget results of attention while they are
+        small.
 
-        Not where ranks run collectives: their sequences may differ in length, and what they gather, and when, must not.
+        Not if ranks run collectives: their sequences may differ in length, and what they gather, and when, must not.
         """
-
-        def at(level: str) -> tuple[tuple[fx.Node, ...], ...]:
-            own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
-            if level == "inputs":
-                return own
-            beside = between.asked_for(facts.stages, own)
-            return tuple((*nodes, *others) for nodes, others in zip(own, beside, strict=True))
-
         if self.options.save != "auto":
-            return at(self.options.save)
-        results, is_alone = at("attention"), facts.collectives is None
+            return self._at(self.options.save, facts, between)
+        results, least = self._at("attention", facts, between), least_save(self.options.offload)
+        is_alone = facts.collectives is None
         keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
-        return results if keeps else at("inputs")
+        return results if keeps or least == "attention" else self._at(least, facts, between)
 
-    def offloaded(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
-        """Rows at the cuts that wait on the host, those of them that are kept."""
+    def _at(self, level: str, facts: Facts, between: Between) -> tuple[tuple[fx.Node, ...], ...]:
+        """What each stage keeps at a level of `save`."""
+        own = tuple(kept_values(stage, facts, level) for stage in facts.stages)
+        if level == "inputs":
+            return own
+        beside = between.asked_for(facts.stages, own)
+        return tuple((*nodes, *others) for nodes, others in zip(own, beside, strict=True))
+
+    def offloaded(self, facts: Facts, between: Between) -> tuple[tuple[fx.Node, ...], ...]:
+        """Values that wait on the host if they are kept: rows at the cuts, and what is kept at the level of `save` that `offload`
+        names. Results that the caller gets stay on the device.
+        """
         if self.options.offload == "none":
             return ()
         outputs = set(facts.joint.outputs)
+        kept = self._at(self.options.offload, facts, between)
+        rows = (tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS) for stage in facts.stages)
         return tuple(
-            tuple(node for node in stage.outputs if facts.demand.form(node) is Form.ROWS and node not in outputs)
-            for stage in facts.stages
+            tuple(node for node in (*own, *others) if node not in outputs) for own, others in zip(rows, kept, strict=True)
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamfx.budget import in_bytes
 from streamfx.cli.html import add_html_argument, written_as_html
-from streamfx.options import SAVE_LEVELS
+from streamfx.options import OFFLOADS, SAVE_LEVELS
 from streamfx.planner.names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS, TYPES, builtin_names, config_file
 from streamfx.progress import doing
 
@@ -65,7 +65,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--loss-chunk-size", type=int, metavar="ROWS", help="the option loss_chunk_size, in its place, too")
     parser.add_argument("--save", choices=SAVE_LEVELS, help="the option save, in place of the plan's choice")
     parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
-    parser.add_argument("--offload", action="store_true", help="let inputs of stages wait on the host for the backward half")
+    parser.add_argument(
+        "--offload",
+        choices=OFFLOADS,
+        nargs="?",
+        const=OFFLOADS[0],
+        help="let inputs of stages wait on the host for the backward half (alone: %(const)s), or results of attention, too",
+    )
     parser.add_argument(
         "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
     )
@@ -107,8 +113,7 @@ def traces(most: int) -> Iterator[Callable[[Prediction], None]]:
 def _plan(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) -> PlanReport:
     from streamfx.planner.plan import plan
 
-    given = {name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every")}
-    given["offload"] = "inputs" if arguments.offload else None
+    given = {name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")}
     return plan(
         arguments.model,
         seq=arguments.seq,

@@ -43,6 +43,7 @@ ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # 
 COPIES = torch.ops.aten.copy_.default
 UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 ASKS_DEVICE = torch.ops.prim.device.default
+HOST_COPIES = (to_host, from_host)  # they run beside the work of the device: `planner/overlap.py` says what they add
 
 
 class Meter(TorchDispatchMode):
@@ -224,6 +225,8 @@ class Meter(TorchDispatchMode):
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    if func in HOST_COPIES:
+        return Work()
     flops = flops_of(func, args, kwargs, out)
     if is_fused_attention(func):
         arguments = arguments_by_name(func, args, kwargs)

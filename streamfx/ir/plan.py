@@ -80,7 +80,7 @@ class ChunkPlan:
 
     Sums over chunks of low-precision numbers grow in float32, but for those that are `narrow`. What is `dropped` is made again
     from the boundary before it, by the same forward loops, when the backward half gets there; what is made between loops, and is
-    to be made `again`, from what enters its stage. What is `offloaded` waits on the host until then.
+    to be made `again`, from what enters its stage. What is `offloaded` waits on the host for the backward half if it is kept.
     """
 
     chunk_sizes: tuple[ChunkSize, ...]

@@ -10,6 +10,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.report.wire import HALVES, halves_of
 from streamfx.runtime.offload import from_host, to_host
+from streamfx.runtime.pinned import bytes_pinned
 
 
 class Copies(NamedTuple):
@@ -23,11 +24,11 @@ class Copies(NamedTuple):
 
 
 def bytes_on_host(facts: Facts) -> int:
-    """Bytes that one device's graph leaves on the host at the end of its forward half, when it holds most."""
+    """Bytes that one device's graph takes of the host at the end of its forward half, when it takes most: whole pages."""
     if facts.program is None:
         return 0
     nodes = facts.program.forward.graph.find_nodes(op="call_function", target=to_host)
-    return sum(bytes_like(node.meta["val"]) for node in nodes)
+    return sum(bytes_pinned(bytes_like(node.meta["val"])) for node in nodes)
 
 
 def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:

@@ -208,8 +208,8 @@ def _check_has_effect(asked: Asked) -> None:
         raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
     if asked.host_memory is not None and (offload := resolved(asked.options).offload) == "none":
         found = f"host_memory={asked.host_memory!r}, and offload={offload!r}"
-        do = "give offload='inputs' (--offload), or leave host_memory out"
-        raise PlanError("host_memory has no effect: it is for inputs of stages that wait on the host", found=found, do=do)
+        do = "give offload='inputs' (--offload) or 'attention', or leave host_memory out"
+        raise PlanError("host_memory has no effect: it is for values that wait on the host", found=found, do=do)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:

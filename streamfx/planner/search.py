@@ -1,7 +1,7 @@
 """The longest sequence or the largest batch that fits: guessed from how the bytes of a trace grow, confirmed by one of its own.
 
-It runs with the choices that take the least memory: nothing kept but stage inputs, and boundaries as far apart as is best. Chunks
-have as many tokens as still keep a device busy.
+It runs with the choices that take the least memory: nothing kept but stage inputs and what waits on the host, and boundaries as
+far apart as is best. Chunks have as many tokens as still keep a device busy.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streamfx.options import least_save
 from streamfx.passes.partition.fit import KEEP_EVERY
 from streamfx.planner.growth import Growth, growth_of, size_within
 from streamfx.planner.predict import Prediction
 
-FIRST_LENGTH = 65536  # on a device; where inputs of stages wait on the host, several times as many fit
+FIRST_LENGTH = 65536  # on a device; if inputs of stages wait on the host, several times as many fit
 OFFLOADED = 4
 MOST_TRACES = 6
 FAR = 1.5  # times a size: so far away its work on a chunk is another
@@ -100,9 +101,9 @@ def largest(
 def least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The choices that leave most room, where `options` make no others."""
     rows = max(LEAST_ROWS, BUSY // sequences)
-    # inputs that wait on the host take no memory of the device: all are kept
-    every = 1 if options.get("offload") == "inputs" else fewest_bytes(stages)
-    return {"save": "inputs", "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
+    offload = options.get("offload", "none")
+    every = fewest_bytes(stages) if offload == "none" else 1  # inputs on the host take no memory of the device: all are kept
+    return {"save": least_save(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
 
 
 def fewest_bytes(stages: int) -> int:

@@ -191,7 +191,7 @@ class Step:
         return PlanReport(self.name, found, self.device, limits, length, most, self.ranks, self.updates, lengths=others)
 
     def _first_length(self, given: Mapping[str, Any]) -> int:
-        return FIRST_LENGTH * self.ranks.context * (OFFLOADED if given.get("offload") == "inputs" else 1)
+        return FIRST_LENGTH * self.ranks.context * (1 if given.get("offload", "none") == "none" else OFFLOADED)
 
 
 def _peaks(found: Prediction) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from streamfx.planner.models import loss_of
 from streamfx.planner.scout import FEWEST, guessed
 from streamfx.planner.search import AIM, BUSY, CLOSE
 from streamfx.report.verdict import CHECKPOINTING, IN_CHUNKS
-from streamfx.runtime.offload import from_host, to_host
+from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
 
 ON_HOST = "checkpoints on the host"
 MOST = 4  # traces of the whole model
@@ -52,12 +52,13 @@ class OnHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        ctx.layer, ctx.device, ctx.held = layer, hidden.device, to_host(hidden)
-        return layer(hidden)
+        held, result = to_host(hidden), layer(hidden)
+        ctx.layer, ctx.device, ctx.held = layer, hidden.device, free_after_copy(held, hidden)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
-        hidden = from_host(ctx.held, ctx.device).requires_grad_()
+        hidden = wait_for_copy(from_host(ctx.held, ctx.device)).requires_grad_()
         with torch.enable_grad():
             result = ctx.layer(hidden)
         torch.autograd.backward(result, gradient)

@@ -27,9 +27,7 @@ from streamfx.log import log
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
 BLOCK = 1 << 20
-NOT_ON_DISK = (
-    'offload="inputs" writes to %s, which is in memory itself (%s): nothing is saved. Let TMPDIR name a folder on a disk.'
-)
+NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): nothing is saved. Let TMPDIR name a folder on a disk."
 
 
 def mapped(value: Tensor) -> Tensor:
@@ -78,10 +76,10 @@ def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
     free = _free_bytes(folder)
     left = "" if free is None else f"; {in_bytes(free)} are free"
     error = NoRoom(
-        'offload="inputs" keeps the input of a stage in a file',
+        "offload keeps values of stages in files",
         found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{left}",
         where=folder,
-        do='let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload="inputs"',
+        do="let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload",
     )
     error.folder, error.needed, error.free = folder, size, free
     return error

@@ -35,6 +35,11 @@ def after_this_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+def saved_tensors_are_packed() -> bool:
+    """Whether hooks for saved tensors are set in this thread: they are given all that a forward half saves (2.11, 2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def autocast_is_on() -> bool:
     """Whether operators choose types by themselves, on any device (2.11, 2.13)."""
     return bool(torch._C._is_any_autocast_enabled())

@@ -353,8 +353,8 @@ ROWS = (
         "again",
         "bytes say what ranks exchange again",
         "passes/partition/plan.py",
-        'at("attention"), facts.collectives is None',
-        'at("attention"), True',
+        "is_alone = facts.collectives is None",
+        "is_alone = True",
         ("test_between.py::test_what_ranks_exchange_follows_from_no_size",),
     ),
     Mutation(

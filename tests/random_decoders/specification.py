@@ -98,7 +98,7 @@ class Decoder:
     also: int = choice(2, 1, 3, 4, 5, 6)
     save: str = choice("inputs", "attention", "projections", "products", "auto")
     keep_every: int = choice(1, 2, 3, rare=True)
-    offload: str = choice("none", "inputs", rare=True)
+    offload: str = choice("none", "inputs", "attention", rare=True)
     bodies: str = choice("eager", "inductor")
     accumulate: str = choice("float32", "same")
     compiled: bool = choice(False, True, rare=True)
@@ -146,6 +146,8 @@ def _value(metadata: Any, random: Random) -> Any:
 def sensible(decoder: Decoder) -> Decoder:
     """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
     decoder = _sensible_beside(decoder)
+    if decoder.offload == "attention" and decoder.save == "inputs":
+        decoder = replace(decoder, save="attention")
     if decoder.layout == "unbatched":
         decoder = replace(decoder, batch=2, loss="mean" if decoder.loss == "preferences" else decoder.loss)
     if decoder.precision == "bfloat16 autocast":

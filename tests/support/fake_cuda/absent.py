@@ -132,7 +132,7 @@ def compiling_for_absent_device() -> Iterator[Compiled]:
     """Inductor compiles inside of it for an H100; nothing is loaded, run or timed, and no earlier result is used."""
     found, codegen, example = Compiled(), GraphLowering.codegen, PythonWrapperCodegen.generate_example_arg_value
     nvidia = dataclasses.replace(backends["nvidia"], driver=Driver)
-    own = {
+    own: dict[str, Any] = {
         "get_device_properties": lambda device=None: H100,
         "current_device": lambda: 0,
         "device_count": lambda: 1,

@@ -1,0 +1,257 @@
+"""Copies to and from the host, on a device that works later than the host asks: no race, and two inputs alive at most."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.program import Program
+from streamfx.options import resolved
+from streamfx.planner.host import bytes_on_host
+from streamfx.runtime.outer import OuterRunner
+from tests.support.exactness import assert_small, compare, value_errors
+from tests.support.stages import Layers, batch
+from tests.support.streams import Device, Race
+
+LAYERS = 5
+
+
+class Traced:
+    """A decoder's graph, traced once, and the programs that plans make of it."""
+
+    def __init__(self, model: Layers) -> None:
+        (self.recorded,) = compare(model.double(), batch(), chunk_size=5).recorder.compilations
+        self.truth, self.outputs = self.recorded.joint_values(), self.recorded.joint_arguments[1]
+        self._facts: dict[str, Facts] = {}
+        self.program()  # before a device watches
+
+    def facts(self, **options: Any) -> Facts:
+        given = {"outputs": "dense", "chunk_size": 5, "loss_chunk_size": 5, "offload": "inputs", "save": "inputs", **options}
+        if str(given) not in self._facts:
+            self._facts[str(given)] = self.recorded.facts_for(resolved(given))
+        return self._facts[str(given)]
+
+    def program(self, **options: Any) -> Program:
+        return known(self.facts(**options).program)
+
+    def run(self, device: Device, **options: Any) -> None:
+        """Both halves on the device; their results are those of the traced graph."""
+        program = self.program(**options)
+        with device.watching():
+            actual = self.recorded.streamed_values(program)
+        assert_small(value_errors(actual, self.truth, self.outputs), 1e-12, "on the device")
+
+    def forward(self) -> list[Any]:
+        """What the forward half saves, as the backward half takes it."""
+        results = list(OuterRunner(self.program().forward)(list(known(self.recorded.primals))))
+        return sorted(results[self.outputs :], key=lambda value: isinstance(value, Tensor))
+
+    def backward(self, saved: list[Any]) -> None:
+        gradients = OuterRunner(known(self.program().backward))([*saved, *known(self.recorded.tangents)])
+        assert_small(value_errors(list(gradients), self.truth[self.outputs :], 0), 1e-12, "on the device")
+
+
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    return Traced(Layers(LAYERS))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    device.install(monkeypatch)
+    return device
+
+
+def test_two_inputs_are_alive_at_most(traced: Traced, device: Device) -> None:
+    traced.run(device)
+    device.check()
+    assert device.most_alive() == 2
+    assert len(device.overlaps) == 2 * (LAYERS - 1)
+
+
+ATTENTION = {"offload": "attention", "save": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "alive"),
+    [
+        ({"keep_every": 2}, 2),
+        ({"keep_every": 3}, 2),
+        ({"save": "attention"}, 2),
+        ({"chunk_size": 13}, 2),
+        (ATTENTION, 6),
+        ({**ATTENTION, "keep_every": 3}, 6),
+    ],
+    ids=str,
+)
+def test_other_plans(traced: Traced, device: Device, options: dict[str, Any], alive: int) -> None:
+    """Beside an input attention leaves its results and their log-sum-exps: three values of a stage."""
+    traced.run(device, **options)
+    device.check()
+    assert 0 < device.most_alive() <= alive
+
+
+def test_blocks_of_the_host_are_those_of_the_plan(traced: Traced, device: Device) -> None:
+    traced.run(device, **ATTENTION)
+    assert device.runtime.most == bytes_on_host(traced.facts(**ATTENTION)) == mmap.PAGESIZE * (3 * LAYERS - 1)
+
+
+def test_copies_run_beside_the_loops_of_a_stage(traced: Traced, device: Device) -> None:
+    """But for the first one of the backward half, whose value is needed at once."""
+    traced.run(device)
+    loops = min(device.overlaps[: LAYERS - 1])
+    assert loops > 20
+    assert [tasks >= loops for tasks in device.overlaps].count(False) == 1
+
+
+class Skips(Layers):
+    """Each layer reads the first stream, too."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        first = x = torch.tanh(x)
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = (part[:, None] for part in qkv(x).chunk(3, -1))
+            x = x * first + out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        return x
+
+
+class Streams(Layers):
+    """Two values enter each layer; the first half of the layers leaves one for the last."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        other = middle = torch.tanh(x)
+        for number, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
+            q, k, v = (part[:, None] for part in qkv(x + other).chunk(3, -1))
+            x, other = x.sin() + out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]), other * x
+            middle = x if number == 1 else middle
+        return x * other * middle
+
+
+@pytest.mark.parametrize(("kind", "alive"), [(Skips, 4), pytest.param(Streams, 6, marks=pytest.mark.long)])
+def test_values_that_several_stages_read(device: Device, kind: type[Layers], alive: int) -> None:
+    """In the forward half they stay for their last reader; the backward half fetches them again after a gap."""
+    Traced(kind(LAYERS)).run(device)
+    device.check()
+    assert 2 <= device.most_alive() <= alive
+
+
+def test_a_graph_that_is_kept(traced: Traced, device: Device) -> None:
+    """Both backward passes fetch the same copies, beside a second forward pass."""
+    with device.watching():
+        saved = traced.forward()
+        traced.backward(list(saved))
+        other = traced.forward()
+        traced.backward(saved)
+        traced.backward(other)
+    device.check()
+
+
+class Stopped(Exception):
+    pass
+
+
+@contextmanager
+def stopping_at(program: Program, name: str) -> Iterator[None]:
+    """A loop raises."""
+    half = program.forward if name.endswith("_forward") else known(program.backward)
+    loop = half.get_submodule(name)
+
+    def refuse(*_: Any) -> Any:
+        raise Stopped
+
+    loop.forward = refuse  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        yield
+    del loop.forward
+
+
+@pytest.mark.parametrize("name", ["hidden_3_forward", "hidden_3_backward_0", "hidden_4_backward_1"])
+def test_an_exception_in_the_middle(traced: Traced, device: Device, name: str) -> None:
+    """Memory of copies that are under way is given to the next step only after them."""
+    with device.watching(), stopping_at(traced.program(), name):
+        traced.backward(traced.forward())
+    traced.run(device)
+    device.check()
+
+
+def test_a_backward_half_that_nobody_runs(traced: Traced, device: Device) -> None:
+    with device.watching():
+        for _ in range(3):
+            traced.forward()
+    traced.run(device)
+    device.check()
+
+
+def test_several_threads(traced: Traced, device: Device) -> None:
+    """Each has a compute stream of its own; copies of all run on the one copy stream, in blocks that they share."""
+    failed = list[BaseException]()
+
+    def steps() -> None:
+        try:
+            for _ in range(2):
+                with device.watching(device.Stream()):
+                    traced.backward(traced.forward())
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(device.streams) == 1 + 4 + 1
+    device.check()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_hooks_may_read_what_is_saved(traced: Traced, device: Device, packs: bool) -> None:
+    """The host waits for copies before autograd gives them to hooks, and else for none."""
+    with torch.autograd.graph.save_on_cpu() if packs else nullcontext(), device.watching():
+        saved = traced.forward()
+    held = device.runtime.registered
+    assert len(held) == LAYERS - 1 < len(saved)
+    assert all(device.is_done(address) is packs for address in held)
+
+
+def test_the_whole_way(device: Device) -> None:
+    """Held copies go through autograd."""
+    compare(Layers(3).double(), batch(), chunk_size=5, offload="inputs", save="inputs")
+    assert device.overlaps
+
+
+# -- the stand-in itself
+
+
+@pytest.mark.parametrize("left_out", ["copy waits", "work waits", "nothing"])
+def test_a_race_is_seen(left_out: str) -> None:
+    device = Device()
+    copies = device.Stream()
+    with device.watching():
+        value = torch.ones(8)
+        held = torch.zeros(8)
+        if left_out != "copy waits":
+            copies.wait_stream(device.compute)
+        with device.stream(copies):
+            held.copy_(value)
+            event = device.Event()
+            event.record(copies)
+        if left_out != "work waits":
+            device.compute.wait_event(event)
+        del value
+        torch.zeros(8)
+    if left_out == "nothing":
+        device.check()
+    else:
+        with pytest.raises(Race):
+            device.check()

@@ -1,0 +1,154 @@
+"""`offload="attention"`: inputs of stages and results of attention wait on the host, and gradients stay those of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import streamfx
+from streamfx.cost.memory import bytes_like, cost_of
+from streamfx.ir.facts import Facts, known
+from streamfx.options import SAVE_LEVELS, resolved
+from streamfx.runtime.offload import free_after_copy, wait_for_copy
+from tests.support import hf
+from tests.support.exactness import TOLERANCE, Recorded, assert_small, compare, compare_replayed, value_errors
+from tests.support.hf import deep
+from tests.support.small import Padded
+from tests.support.stages import Layers, batch
+from tests.support.twins import batch as tokens
+from tests.support.twins import compiled, same_step, twins
+
+LAYERS = 3
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"keep_every": 2},
+    {"keep_every": 3, "save": "projections"},
+    {"save": "products"},
+    {"save": "attention", "chunk_size": 100},
+]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    (found,) = compare(Layers(LAYERS).double(), batch(), chunk_size=5, offload="attention").recorder.compilations
+    return found
+
+
+def facts_of(recorded: Recorded, **options: Any) -> Facts:
+    return recorded.facts_for(resolved({"outputs": "dense", "chunk_size": 5, "loss_chunk_size": 5, **options}))
+
+
+class Preference(nn.Module):
+    """A preference loss beside a frozen reference: [2 B, T], of which the first half of the batch is preferred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = Layers(2), Layers(2).requires_grad_(False)
+
+    def logs(self, model: Layers, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(model.hidden(model.first(ids)))
+        return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).sum(1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        better, worse = (self.logs(self.policy, ids, labels) - self.logs(self.reference, ids, labels)).chunk(2)
+        return -F.logsigmoid(0.3 * (better - worse)).mean()
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 13, 4, dtype=torch.float64, requires_grad=True), torch.arange(26).view(2, 13) % 13 > 1
+
+
+MODELS: dict[str, Any] = {
+    "llama": (lambda: deep(hf.llama, 3), lambda: {"input_ids": batch()[0], "labels": batch()[1]}),
+    "padded": (lambda: Padded(3).double(), padded),
+    "preference": (lambda: Preference().double(), batch),
+}
+
+
+@pytest.mark.parametrize("name", ["preference", "padded", pytest.param("llama", marks=pytest.mark.long)])
+def test_gradients_are_those_of_eager(name: str, pytestconfig: pytest.Config) -> None:
+    make, inputs = MODELS[name]
+    report = compare(make(), inputs(), chunk_size=5, offload="attention")
+    choices = CHOICES if pytestconfig.getoption("--long") else CHOICES[1:2]
+    for choice in choices:
+        compare_replayed(report.recorder, 3, TOLERANCE, choice)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_gradients_under_other_choices(recorded: Recorded, choice: dict[str, Any]) -> None:
+    actual = recorded.streamed_values(known(facts_of(recorded, offload="attention", **choice).program))
+    assert_small(value_errors(actual, recorded.joint_values(), recorded.joint_arguments[1]), TOLERANCE, str(choice))
+
+
+@pytest.mark.long
+def test_gradients_with_compiled_bodies() -> None:
+    compare(Layers(LAYERS).double(), batch(), chunk_size=5, offload="attention", bodies="inductor")
+
+
+def test_lengths_that_change() -> None:
+    own, eager = twins()
+    function, backend = compiled(own, offload="attention")
+    for length in (13, 9, 21, 6):
+        same_step(function, own, eager, tokens(length=length))
+    assert len(backend.compilations) == 2
+
+
+def names_of(nodes: Iterable[Iterable[fx.Node]]) -> set[str]:
+    return {node.name for node in chain(*nodes)}
+
+
+@pytest.mark.parametrize("save", ["auto", *SAVE_LEVELS[1:]])
+def test_attention_is_not_run_twice_and_stays_nowhere(recorded: Recorded, save: str) -> None:
+    """FLOPs are those of the level of `save`; all that level "attention" keeps waits on the host, and all inputs, but not what
+    higher levels keep.
+    """
+    level = "attention" if save == "auto" else save
+    facts, device = facts_of(recorded, offload="attention", save=save), facts_of(recorded, save=level)
+    program, results = known(facts.program), names_of(facts_of(recorded, save="attention").plan.kept)
+    assert len(results) == 2 * LAYERS and results <= names_of(device.plan.kept) == names_of(facts.plan.kept)
+
+    on_host = [node for node in program.saved if node.target is free_after_copy]
+    waiting = results | names_of(stage.outputs for stage in facts.stages[: LAYERS - 1])
+    assert {node.meta["joint"] for node in on_host} == waiting and len(waiting) == 3 * LAYERS - 1
+    assert {node.meta.get("joint") for node in program.saved if node not in on_host}.isdisjoint(waiting)
+
+    costs = [cost_of(known(one.program).forward, known(one.program).backward, 1) for one in (facts, device)]
+    assert (costs[0].flops, costs[0].attention_flops) == (costs[1].flops, costs[1].attention_flops)
+    assert costs[1].held - costs[0].held == sum(bytes_like(node.meta["val"]) for node in on_host)
+
+
+def test_each_value_is_fetched_for_the_runs_that_read_it(recorded: Recorded) -> None:
+    """With every third input, results of attention are read by two runs, between which others lie."""
+    graph = known(known(facts_of(recorded, offload="attention", keep_every=3).program).backward).graph
+    fetched = graph.find_nodes(op="call_function", target=wait_for_copy)
+    held = [node.all_input_nodes[0].all_input_nodes[0] for node in fetched]
+    assert len(held) > len(set(held))
+
+
+@pytest.mark.parametrize("give", ["one dictionary", "options", "two places"])
+def test_what_contradicts_it_is_refused(give: str) -> None:
+    options: dict[str, Any] = {"save": "inputs", "offload": "attention"}
+    ways: dict[str, Callable[[], Any]] = {
+        "one dictionary": lambda: streamfx.configure(options=options),
+        "options": lambda: streamfx.Options(**options),
+        "two places": lambda: resolved({"offload": "attention"}),
+    }
+    with (
+        streamfx.configure(save="inputs"),
+        pytest.raises(streamfx.OptionError, match=r"(?s)save='inputs' keeps none.*do +leave save out, or give offload='inputs'"),
+    ):
+        ways[give]()
+
+
+def test_a_budget_is_searched_among_plans_that_keep_attention(recorded: Recorded) -> None:
+    auto = {"chunk_size": "auto", "loss_chunk_size": "auto"}
+    facts = facts_of(recorded, offload="attention", memory_budget="1GiB", **auto)
+    levels = [tried.candidate.save for tried in known(facts.fitting).tried]
+    assert levels[0] == "attention" and len(levels) > 1, "what takes the least is found out first"
+    assert names_of(facts.plan.kept) == names_of(facts_of(recorded, save="products").plan.kept)

@@ -1,0 +1,200 @@
+"""Pinned memory of the host: blocks of pages, used again, given back, and told of if there are none."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamfx
+from streamfx.runtime import offload, pinned
+from streamfx.runtime.pinned import PinnedBlocks, bytes_pinned
+from tests.support.streams import Device
+
+PAGE = mmap.PAGESIZE
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def blocks(device: Device) -> PinnedBlocks:
+    return PinnedBlocks(device, CPU, device.Stream())
+
+
+def held(blocks: PinnedBlocks, pages: float) -> Tensor:
+    return blocks.empty_like(torch.empty(int(pages * PAGE), dtype=torch.uint8))
+
+
+def taken(device: Device) -> int:
+    return sum(device.runtime.registered.values())
+
+
+def test_bytes_are_whole_pages(device: Device, blocks: PinnedBlocks) -> None:
+    assert [bytes_pinned(size) for size in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
+    kept = [held(blocks, pages) for pages in (0, 0.5, 1, 17)]
+    assert sorted(device.runtime.registered.values()) == [PAGE, PAGE, 17 * PAGE]
+    assert [value.data_ptr() in device.runtime.registered for value in kept] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64])
+def test_a_block_holds_any_type_and_layout(blocks: PinnedBlocks, dtype: torch.dtype) -> None:
+    value = (torch.randn(3, 5, 4) * 9).to(dtype).transpose(1, 2)
+    copy = blocks.empty_like(value)
+    assert (copy.shape, copy.stride(), copy.dtype, copy._is_view()) == (value.shape, value.stride(), dtype, False)
+    other = blocks.empty_like(value)
+    copy.copy_(value)
+    other.zero_()
+    assert torch.equal(*(tensor.transpose(1, 2).view(torch.uint8) for tensor in (copy, value)))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.randn(4, 1).expand(4, 3), torch.randn(4, 6)[:, ::2], torch.randn(3, 4).t(), torch.ones(0)]
+)
+def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value: Tensor) -> None:
+    """They are put together before they are copied: the copy stream allocates nothing."""
+    device.install(monkeypatch)
+    with device.watching():
+        held = offload.free_after_copy(offload.to_host(value), value)
+        found = offload.wait_for_copy(offload.from_host(held, CPU))
+        assert torch.equal(found, value)
+    device.check()
+
+
+def test_a_block_is_used_again_once_its_tensor_is_dead(device: Device, blocks: PinnedBlocks) -> None:
+    first = held(blocks, 3)
+    place, view = first.data_ptr(), first[5:]
+    del first
+    assert held(blocks, 3).data_ptr() != place, "a view is alive"
+    del view
+    others = {held(blocks, 3).data_ptr() for _ in range(4)}
+    assert len(others) == 1
+    kept = [held(blocks, 3), held(blocks, 2.5)]
+    assert {value.data_ptr() for value in kept} == set(device.runtime.registered)
+
+
+def test_a_block_is_no_roomier_than_twice_its_value(device: Device, blocks: PinnedBlocks) -> None:
+    kept = [held(blocks, 9), held(blocks, 9)]
+    del kept[:]
+    kept = [held(blocks, 5), held(blocks, 4)]
+    assert sorted(device.runtime.registered.values()) == [4 * PAGE, 9 * PAGE], "one was given back to make a smaller one"
+
+
+def step(blocks: PinnedBlocks, pages: float, count: int = 4) -> None:
+    """Values of so many pages, all alive at once."""
+    kept = [held(blocks, pages) for _ in range(count)]
+    assert len({value.data_ptr() for value in kept}) == count
+
+
+def test_blocks_of_all_lengths_do_not_pile_up(device: Device, blocks: PinnedBlocks) -> None:
+    for pages in (3, 5, 9, 4, 16, 7, 2, 11, 16, 1):
+        step(blocks, pages)
+        assert device.runtime.most <= 4 * 16 * PAGE
+    assert taken(device) <= device.runtime.most == 4 * 16 * PAGE
+    step(blocks, 16)
+    before = set(device.runtime.registered)
+    for pages in (16, 9, 8, 16):
+        step(blocks, pages)
+        assert set(device.runtime.registered) == before, "blocks are used again by lengths that are alike"
+
+
+def test_blocks_that_were_not_used_lately_are_given_back(
+    device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "LATELY", 20)
+    blocks = PinnedBlocks(device, CPU, device.Stream())
+    step(blocks, 16)
+    for _ in range(6):
+        step(blocks, 2)
+    assert taken(device) == 4 * 2 * PAGE
+
+
+def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CudaRuntime` refuses to unregister what a task may touch that the host has not waited for."""
+    device.install(monkeypatch)
+    with device.watching():
+        for pages in (1, 2, 4, 8):
+            value = torch.ones(pages * PAGE, dtype=torch.uint8)
+            offload.free_after_copy(offload.to_host(value), value)
+    assert len(device.runtime.registered) == 1
+    device.check()
+
+
+def test_devices_have_streams_and_blocks_of_their_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.install(monkeypatch)
+    monkeypatch.setattr(offload, "BESIDE", {"cuda": device})
+    first, second = (offload.copy_stream(torch.device("cuda", number)) for number in range(2))
+    assert first is not None and second is not None
+    assert first.stream is not second.stream and first.blocks is not second.blocks
+    assert first is offload.copy_stream(torch.device("cuda", 0)) and offload.copy_stream(CPU) is None
+
+
+# -- hosts that refuse
+
+
+def test_what_is_not_registered_is_pinned_by_torch(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says what that wastes; the error that CUDA keeps is not raised by the next launch."""
+    device.install(monkeypatch)
+    device.runtime.limit = 4 * PAGE
+    monkeypatch.setattr(pinned, "pinned_by_torch", lambda size: torch.empty(size, dtype=torch.uint8))
+    with caplog.at_level(logging.WARNING, "streamfx"), device.watching():
+        kept = [offload.to_host(torch.full((5 * PAGE // 2,), number, dtype=torch.uint8)) for number in range(4)]
+    assert [int(value[-1]) for value in kept] == list(range(4))
+    (record,) = caplog.records
+    whole, wasted = (f"{size / 1024:.1f} KiB" for size in (4 * PAGE, 4 * PAGE - 5 * PAGE // 2))
+    assert f"power of two: {whole} for this one, {wasted} of them wasted" in record.getMessage()
+    assert device.runtime.refused == [3 * PAGE]
+    device.check()
+
+
+def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """The system would end the process; unused blocks are given back before the step is refused."""
+    step(blocks, 4, 2)
+    free = iter([3 * PAGE, 11 * PAGE, 11 * PAGE, 11 * PAGE])
+    monkeypatch.setattr(pinned, "free_on", lambda _: next(free))
+    kept = held(blocks, 10)
+    assert taken(device) == 10 * PAGE
+    with pytest.raises(
+        streamfx.NoRoom, match=r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
+    ) as found:
+        held(blocks, 12)
+    assert (found.value.needed, found.value.free, found.value.folder) == (12 * PAGE, 11 * PAGE, "")
+    assert "40.0 KiB are in use" in str(found.value)
+    assert kept.nbytes == 10 * PAGE
+
+
+def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(streamfx.NoRoom, match=r"no room for 4\.0 KiB: Cannot allocate memory"):
+        held(blocks, 1)
+
+
+def test_memory_that_nobody_pins(device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(pinned, "pinned_by_torch", refuse)
+    monkeypatch.setattr(pinned, "limit_of_locked_memory", lambda: 1 << 16)
+    device.runtime.limit = 0
+    with pytest.raises(streamfx.NoRoom, match=r"\(CUDA error: out of memory\); RLIMIT_MEMLOCK is 64.0 KiB;(?s:.*)ulimit -l"):
+        held(blocks, 1)
+
+
+def test_the_limit_of_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    for told, limit in ((4096, 4096), (resource.RLIM_INFINITY, None)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, told=told: (told, told))
+        assert pinned.limit_of_locked_memory() == limit
