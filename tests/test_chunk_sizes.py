@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamfx.cost.flops import flops_of_call
 from streamfx.cost.rates import CPU, CUDA, rates_of
 from streamfx.ir.facts import Facts, Form
-from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, TILE, AutoChunk
+from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET, NEAR, SHARE, SINGLE, TILE, AutoChunk
 from streamfx.ir.stage import Stage
 from streamfx.options import resolved
 from streamfx.passes.operators.traits import is_expensive
@@ -59,7 +59,7 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
     assert small <= rows <= length
     least = max(LEAST_WORKING_SET, length * stream_bytes, LEAST_ROWS * row_bytes)
-    share = (held + cuts * length * stream_bytes) // SHARE
+    share = (held + cuts * length * stream_bytes) // (SINGLE if rows == length else SHARE)
     assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / NEAR[0] + TILE * row_bytes
 
 
@@ -67,7 +67,8 @@ def test_rows_of_a_large_model() -> None:
     """Qwen3-8B at 8,192 tokens, as traced for an H100: chunks of 144 rows would move totals 57 times."""
     layers = AutoChunk(row_bytes=476936, stream_bytes=8192, worthwhile=8192, held=32763007236, cuts=37)
     head = AutoChunk(row_bytes=1089374, stream_bytes=8192, worthwhile=5593, held=32763007236, cuts=37, enough=2048)
-    assert layers.rows(8192, 476936, 8192) == 4096
+    assert layers.rows(8192, 476936, 8192) == 8192  # one chunk, whose sums need no totals
+    assert layers.rows(16384, 476936, 8192) == 4096
     assert head.rows(8192, 1089374, 8192) == 2048
     spelled_out = AutoChunk(row_bytes=100 << 20, stream_bytes=8192, worthwhile=8192, enough=2048)  # scores of all keys in a row
     assert spelled_out.rows(8192, 100 << 20, 8192) == 64  # and not 2,048

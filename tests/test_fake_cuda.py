@@ -56,13 +56,13 @@ def flex(model: Any, loops: set[str], seen: list[str], **more: Any) -> Case:
 
 AT_THE_END = {"efficient, at the end"}
 LAST = {"efficient"} | AT_THE_END  # the first chunk is square
-EFFICIENT, FLASH, PLAIN = {"efficient"}, {"flash"}, {"plain"}
+EFFICIENT, FLASH, CUDNN, PLAIN = {"efficient"}, {"flash"}, {"cudnn"}, {"plain"}
 CASES = {
     "Qwen3 on an H100": sdpa(QWEN, "cudnn", "cudnn", CAUSAL),
     "Qwen3 on an A100": sdpa(QWEN, "efficient", "flash", CAUSAL, device="a100"),  # eager has a mask there, a loop needs none
     "Qwen3 with padding": sdpa(QWEN, "cudnn", "efficient", CAUSAL, given="mask"),
     "Qwen3 packed": sdpa(QWEN, "cudnn", "efficient", MASKED, given="positions"),
-    "Llama": sdpa(LLAMA, "cudnn", "flash", CAUSAL),
+    "Llama": sdpa(LLAMA, "cudnn", "cudnn", CAUSAL),
     "Llama on an A100, with padding": sdpa(LLAMA, "efficient", "efficient", CAUSAL, device="a100", given="mask"),
     "Mistral": sdpa(MISTRAL, "cudnn", "flash", WINDOW),
     "Mistral with padding": sdpa(MISTRAL, "cudnn", "efficient", WINDOW, given="mask"),
@@ -74,11 +74,11 @@ CASES = {
     "Gemma 3": Case({"model": GEMMA}, EFFICIENT, FLASH, LOCAL),
     "Gemma 3 packed": Case({"model": GEMMA, "given": "positions"}, EFFICIENT, EFFICIENT, MASKED),
     # GPT-OSS has no `sdpa`, and flash attention's newer packages alone know its sinks
-    "GPT-OSS": Case({"model": OSS}, set(), FLASH, SINKS),
+    "GPT-OSS": Case({"model": OSS}, set(), FLASH | CUDNN, SINKS),
     "GPT-OSS with padding": Case({"model": OSS, "given": "mask"}, set(), EFFICIENT, MASKED),
     "GPT-OSS on a T4": Case({"model": OSS, "device": "t4"}, set(), PLAIN, SINKS),
-    "Qwen3 with flash attention": flash(QWEN, FLASH, CAUSAL),
-    "Qwen3 with flash attention, several": flash(QWEN, FLASH, CAUSAL, batch=2),
+    "Qwen3 with flash attention": flash(QWEN, CUDNN, CAUSAL),
+    "Qwen3 with flash attention, several": flash(QWEN, CUDNN, CAUSAL, batch=2),
     "Qwen3 with flash attention, packed": flash(QWEN, EFFICIENT, CAUSAL, given="positions"),
     "Qwen3 packed, with its numbers": sdpa(QWEN, "cudnn", "flash", MASKED, given="positions", documents=True),
     "Gemma 3 packed, with its numbers": Case({"model": GEMMA, "given": "positions", "documents": True}, EFFICIENT, FLASH, MASKED),
@@ -97,9 +97,9 @@ CASES = {
     "Mistral with flex attention": flex(MISTRAL, EFFICIENT, MASKED, device="a100"),
     "GPT-OSS with flex attention": flex(OSS, set(), SINKS),
     "GPT-OSS with flex attention, packed": flex(OSS, set(), SINKS, given="positions"),
-    "a hybrid": sdpa(BAMBA, "cudnn", "flash", CAUSAL),
+    "a hybrid": sdpa(BAMBA, "cudnn", "cudnn", CAUSAL),
     "a hybrid with padding": sdpa(BAMBA, "efficient", "efficient", CAUSAL, given="mask", device="a100"),
-    "a hybrid with flash attention": flash(BAMBA, FLASH, CAUSAL),
+    "a hybrid with flash attention": flash(BAMBA, CUDNN, CAUSAL),
     "a hybrid with flash attention, packed": flash(BAMBA, EFFICIENT, CAUSAL, given="positions"),
     "a hybrid on a T4": Case({"model": BAMBA, "device": "t4"}, {"math"}, set(), CAUSAL),
 }
@@ -118,6 +118,32 @@ def test_all_of_it_streams(name: str) -> None:
     assert found["verdicts"] == case.seen
     assert (set(found["chosen"]), set(found["kernels"])) == (case.eager, case.loops)
     assert found["loops"] and all(loop["devices"] == ["cuda:0"] for loop in found["loops"])
+
+
+LISTED = [
+    ("h100", 2, 8192),
+    *((device, 36, length) for device, length in (("a100", 8192), ("h100", 8192), ("h100", 32768), ("h100", 131072))),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "layers", "length"),
+    [case if case == LISTED[0] else pytest.param(*case, marks=pytest.mark.long) for case in LISTED],
+)
+def test_loops_of_qwen3(device: str, layers: int, length: int, golden: Any) -> None:
+    """Chunks are equal, of whole tiles; no total of a product is zeroed; attention without a mask has the fastest kernel."""
+    found = reported(model="Qwen3-8B", device=device, layers=layers, length=length)
+    loops = found["loops"]
+    assert all(loop["rows"] % 128 == 0 and loop["last"] == loop["rows"] for loop in loops)
+    zeroed = {name for loop in loops for name, how in loop["sums"].items() if how == "zeroed"}
+    assert all("embedding" in name for name in zeroed), zeroed  # rows of it may belong to no token
+    assert set(found["kernels"]) == ({"cudnn"} if device == "h100" else {"flash"})
+    golden("\n".join([*map(listed, loops), f"attention by {', '.join(found['kernels'])}", ""]))
+
+
+def listed(loop: dict[str, Any]) -> str:
+    sums = "".join(f"\n    {name}: {how}" for name, how in loop["sums"].items())
+    return f"{loop['name']}: {loop['chunks']} chunks of {loop['rows']} rows{sums}"
 
 
 def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

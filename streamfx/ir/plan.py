@@ -20,12 +20,15 @@ TILED = 4 * TILE  # rows from which on rounding to a multiple of `TILE` changes 
 NEAR = (0.8, 1.5)  # of the wished number of chunks: so many may be had instead, to have them equal
 BUSY_WORKING_SET = 3 << 30  # bytes: so much may be worked on to keep a device busy that needs many rows for that
 SHARE = 16  # a chunk's work may take one in so many of the bytes that a step holds, where it saves time
+SINGLE = 8  # the same of a single chunk, which needs no totals of sums over chunks
 
 
 @dataclass(frozen=True)
 class AutoChunk:
     """Chunks sized so that the work on one takes about as much memory as one value at a cut, T x d, takes anyway; more where rows
     are still `worthwhile`, up to a small share of what the step holds.
+
+    A sequence that is worthwhile in one chunk may take twice that share: its sums need no totals.
 
     `row_bytes` is what one row of the sequence takes inside the loop, `stream_bytes` what it takes at a cut; both for the
     whole batch. `held` are the bytes of parameters and gradients, and there are so many `cuts`. To keep the device busy chunks
@@ -49,6 +52,8 @@ class AutoChunk:
         wish."""
         is_limit, working_set = self.working_set is not None, self.working_set
         if working_set is None:
+            if self.most is None and self._is_single(length, row_bytes, stream_bytes):
+                return length
             working_set = self._bytes_of_work(length, row_bytes, stream_bytes)
         most = max(MULTIPLE if is_limit else LEAST_ROWS, working_set // max(row_bytes, 1))
         most = most if self.most is None else min(most, self.most)
@@ -65,8 +70,15 @@ class AutoChunk:
         rows = min(length, -(-rows // self.granule) * self.granule) or 1
         return rows if self.most is None else min(rows, self.most)
 
+    def _is_single(self, length: int, row_bytes: int, stream_bytes: int) -> bool:
+        """Whether all rows are worthwhile in one chunk, and its work is small beside what the step holds."""
+        return 0 < length <= self.worthwhile and length * row_bytes * SINGLE <= self._bytes_held(length, stream_bytes)
+
+    def _bytes_held(self, length: int, stream_bytes: int) -> int:
+        return self.held + self.cuts * length * stream_bytes
+
     def _bytes_of_work(self, length: int, row_bytes: int, stream_bytes: int) -> int:
-        share = (self.held + self.cuts * length * stream_bytes) // SHARE
+        share = self._bytes_held(length, stream_bytes) // SHARE
         busy = min(self.enough * row_bytes, BUSY_WORKING_SET)
         return max(LEAST_WORKING_SET, length * stream_bytes, busy, min(self.worthwhile * row_bytes, share))
 

@@ -166,7 +166,15 @@ def loop_report(loop: Loop) -> dict[str, Any]:
     rows = loop.rows_per_chunk(length, env)
     devices = {str(part.device) for part in (*spec.buffers, *spec.yields) if not isinstance(part, Kept)}
     calls = [node for node in spec.body.graph.nodes if node.op == "call_function"]
-    return {"name": spec.name, "rows": rows, "chunks": -(-length // rows), "calls": len(calls), "devices": sorted(devices)}
+    return {
+        "name": spec.name,
+        "rows": rows,
+        "last": length % rows or rows,
+        "chunks": -(-length // rows),
+        "calls": len(calls),
+        "devices": sorted(devices),
+        "sums": {buffer.name: "zeroed" if buffer.zeroed else "written first" for buffer in spec.buffers if buffer.is_sum},
+    }
 
 
 if __name__ == "__main__":
