@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu import attention_rates
 from benchmarks.gpu.checks import COMMANDS, Check
 from benchmarks.gpu.command import CLOSING, ROOT, START, Journal, Schedule, run
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.process import Worker, WorkerEndedError, WorkerTimeoutError
 from benchmarks.gpu.table import MOST_LINES, closing
-from tests.support.spread import only
 
 BARE = ROOT / "tests" / "support" / "without_distribution"
 DEFAULT = {
     "kernels": ["versions", "products", "experts", "rates, 8K", "attention of documents", "GPT-OSS, packed", "dropout: Llama"],
     "steps": ["streambp, 8K", "checkpointing, loss in chunks, 8K"],
 }
-Answers = Callable[[str], dict[str, Any]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -290,34 +284,3 @@ def test_budgets_hold_what_matters_most() -> None:
         assert len(set(names)) == len(names)
         assert START[False] + CLOSING + sum(check.seconds for check in command.checks[:6]) < command.seconds
     assert [command.seconds for command in COMMANDS.values()] == [240, 420]
-
-
-# -- what only a GPU runs
-
-
-@pytest.mark.parametrize("name", only(["cuDNN"], ["FA2, one call", "FA2, two calls", "cuDNN"]))
-@pytest.mark.parametrize("keys", [128, 384])
-def test_calls_of_kernels_fit_their_schemas(name: str, keys: int) -> None:
-    """On the meta device: no numbers, but each operator takes its arguments, and results have the shapes of eager's."""
-    kernel = attention_rates.Kernel
-    flash, cudnn = (
-        kernel(attention_rates._flash_forward, attention_rates._flash_backward),
-        kernel(attention_rates._cudnn_forward, attention_rates._cudnn_backward),
-    )
-    ways = {
-        "FA2, one call": attention_rates.one_call(flash),
-        "FA2, two calls": attention_rates.two_calls(flash),
-        "cuDNN": attention_rates.two_calls(cudnn),
-    }
-    query, gradient = (torch.empty(1, 4, 128, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    key, value = (torch.empty(1, 2, keys, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    out, more = ways[name].forward(query, key, value)
-    assert out.shape == query.shape and more[0].shape == query.shape[:3]
-    found = ways[name].backward(gradient, query, key, value, out, more)
-    assert [item.shape for item in found] == [query.shape, key.shape, value.shape]
-
-
-@pytest.mark.parametrize("module", ["table", "measures", "kernels"])
-def test_examples_in_docstrings_hold(module: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"benchmarks.gpu.{module}"))
-    assert found.attempted and not found.failed
