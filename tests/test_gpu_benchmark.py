@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def scheduled(
         return workers[-1]
 
     begin = clock.now
-    Schedule(seconds, False, journal, start, clock).run([Check(name, "", expected, expected) for name in script])
+    Schedule(seconds, False, journal, start, clock).run(deque(Check(name, "", expected, expected) for name in script))
     assert [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()] == journal.records
     return journal.records, workers, clock.now - begin
 
@@ -178,7 +179,7 @@ def test_where_no_worker_starts_no_time_is_wasted(tmp_path: Path) -> None:
         started[-1].coming = [(4.0, None)]
         return started[-1]
 
-    Schedule(300.0, False, journal, start, clock).run([Check(name, "", 1.0, 1.0) for name in "abc"])
+    Schedule(300.0, False, journal, start, clock).run(deque(Check(name, "", 1.0, 1.0) for name in "abc"))
     assert statuses(journal.records) == {"a": "failed", "b": "left out", "c": "left out"}
     assert len(started) == 1
 
