@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.checks import COMPILED
 from benchmarks.gpu.measures import Finding, is_off
 from benchmarks.gpu.place import Place
 
@@ -37,7 +38,6 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # type of configuration, and wha
     "GPT-OSS": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}),
     "Bamba": ("bamba", HYBRID),
 }
-COMPILED = ("Llama",)  # in the small form, too: the others have up to three times its kernels, and C++ takes seconds for each
 LENGTH, CHUNK = (2048, 48), (512, 16)  # on a GPU, and small
 DOCUMENTS, PADDED = 8, 4  # documents of a row; one in so many rows of the second sequence is padding
 GREATEST = 1e-3  # gradients of less than this share of the largest one's norm are rounding
@@ -50,7 +50,7 @@ def gradients(place: Place, model: str, feed: str) -> Iterator[Finding]:
     truth = _gradients(in_float64(module), inputs)
     eager = _gradients(module, inputs)
     start = time.perf_counter()
-    ours = _gradients(compiled(module, place, in_small=feed == "plain" and model in COMPILED), inputs, module)
+    ours = _gradients(compiled(module, place, in_small=(model, feed) == COMPILED), inputs, module)
     place.wait()
     taken = time.perf_counter() - start
     error, of_eager = (_distance(found, truth) for found in (ours, eager))

@@ -56,6 +56,7 @@ def _made(place: Place, layers: int | None) -> Any:
     for name, value in changes.items():
         setattr(config, name, value)
     config.layer_types = config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(0)  # losses of all ways are those of the same weights, whichever worker makes them
     with torch.device(place.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
