@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.gpu.steps import TINY
+from benchmarks.gpu.models import TINY
 from benchmarks.processes import Failed, Measured
 from benchmarks.settings import Settings
 from benchmarks.suites.host import host

@@ -38,9 +38,11 @@ LONG, LONGER = 32768, 65536
 def _gradients(model: str, feed: str) -> Check:
     if feed == "dropout":
         return Check(f"dropout: {model}", "dropout:dropout", 16, 6, (model,))
-    return Check(f"gradients: {model}, {feed}", "models:gradients", 25 if feed == "plain" else 12, 8, (model, feed))
+    seconds, small = (25 if feed == "plain" else 12), (40 if (model, feed) == COMPILED else 8)
+    return Check(f"gradients: {model}, {feed}", "models:gradients", seconds, small, (model, feed))
 
 
+COMPILED = ("Llama", "plain")  # by Inductor in the small form, too: other models have up to three times its kernels
 PLAIN = tuple((model, "plain") for model in ("Llama", "GPT-OSS", "Bamba"))
 FED = (  # the first of these show all feeds, and all models with another feed than plain
     *(("Llama", "packed"), ("GPT-OSS", "padded"), ("Bamba", "dropout")),

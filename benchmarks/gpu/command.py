@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 CLOSING = 2.0  # seconds that are kept for ending a worker and printing the table
 START = (20.0, 12.0)  # seconds that a worker takes until it answers: on a machine with a GPU, and small
 PATIENCE = (3.0, 30.0)  # a check is ended after so many times its expected seconds: on a machine with a GPU, and small
-FAILED = ("failed", "stopped", "off")
+FAILED = ("failed", "stopped")
+GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of these is there if there is a GPU
+FEW = 4  # checks for which a second worker on a CPU does not pay
 
 
 class Journal:
@@ -29,13 +35,13 @@ class Journal:
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.path, self.records = path, list[dict[str, Any]]()
-        self._clock, self._start = clock, clock()
+        self._clock, self._start, self._lock = clock, clock(), threading.Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self.records.append({**record, "at": round(self._clock() - self._start, 1)})
-        line = json.dumps(self.records[-1])
-        print(line, flush=True)
-        with self.path.open("a") as file:
+        with self._lock, self.path.open("a") as file:
+            self.records.append({**record, "at": round(self._clock() - self._start, 1)})
+            line = json.dumps(self.records[-1])
+            print(line, flush=True)
             file.write(line + "\n")
 
 
@@ -53,16 +59,25 @@ class Schedule:
         self._worker: Worker | None = None
         self._took = self._expected = 0.0
         self._starts = True  # the last worker that was started has answered
+        self._stopped = False
 
     def left(self) -> float:
         return self._deadline - self._clock()
 
-    def run(self, checks: Sequence[Check]) -> None:
+    def run(self, waiting: deque[Check]) -> None:
+        """Run checks that wait, until none is left; several schedules may share them."""
         try:
-            for check in checks:
-                self._run(check)
+            while waiting and not self._stopped:
+                with contextlib.suppress(IndexError):  # another schedule has taken the last one
+                    self._run(waiting.popleft())
         finally:
             self._end_worker()
+
+    def stop(self) -> None:
+        """End the worker, whatever it does, and run nothing more; called by another thread."""
+        self._stopped = True
+        if (worker := self._worker) is not None:
+            worker.kill()
 
     def _run(self, check: Check) -> None:
         pace = self._took / self._expected if self._expected else 1.0
@@ -87,6 +102,8 @@ class Schedule:
         except _CheckError as error:
             status, why = error.status, {"why": str(error)}
         took = self._clock() - began
+        if self._stopped:
+            return
         if status == "done":
             self._took, self._expected = self._took + took, self._expected + check.expected(self.small)
         self._journal.write({"check": check.name, "status": status, "seconds": round(took, 1), **why})
@@ -95,6 +112,8 @@ class Schedule:
         """The worker, which is started if there is none; its first answer says which device it runs on."""
         if self._worker is None:
             self._worker, self._starts = self._start(), False
+            if self._stopped:  # meanwhile
+                raise _CheckError("stopped", "interrupted")
             ready = self._answer(self._worker, self._clock() + PATIENCE[self.small] * START[self.small])
             self._starts, self.small = True, ready.pop("small")
             self._journal.write({"status": "worker", **ready})
@@ -145,25 +164,35 @@ def run(name: str, checks: Sequence[Check], seconds: float, folder: Path, device
         0, or 1 if a check failed, was stopped, or found numbers that are off. A check that was left out, and a step that does not
         fit, are no failures.
     """
-    clock = time.monotonic
+    clock, numbers = time.monotonic, itertools.count()
+    device = "cpu" if device == "auto" and not any(map(os.path.exists, GPUS)) else device
+    small = small or device == "cpu"
+    lanes = 1 + (device == "cpu" and len(checks) > FEW)
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl", clock)
-    cache = shared_cache()
-    journal.write({"file": str(journal.path), "command": name, "seconds": seconds, "cache": str(cache)})
+    own = environment(shared_cache(), lanes)
+    journal.write({"file": str(journal.path), "command": name, "seconds": seconds, "cache": own["TORCHINDUCTOR_CACHE_DIR"]})
     command = [sys.executable, "-m", "benchmarks.gpu.worker", name, device, "small" if small else "auto"]
 
     def start() -> Worker:
-        started = sum(record.get("status") == "worker" for record in journal.records)
-        return Worker(command, environment(cache), folder / f"{name}-worker-{started}.stderr")
+        return Worker(command, own, folder / f"{name}-worker-{next(numbers)}.stderr")
 
-    schedule = Schedule(seconds, small or device == "cpu", journal, start, clock)
-    with terminated_as_interrupt():
-        try:
-            schedule.run(checks)
-        except KeyboardInterrupt:
-            journal.write({"status": "stopped", "check": "all that is left", "why": "interrupted"})
+    run_all([Schedule(seconds, small, journal, start, clock) for _ in range(lanes)], checks, journal)
     print("\n".join(closing(journal.records)), flush=True)
     return int(any(record.get("status") in FAILED or record.get("off") for record in journal.records))
+
+
+def run_all(schedules: Sequence[Schedule], checks: Sequence[Check], journal: Journal) -> None:
+    """Run checks by several schedules at once, each with a worker of its own, until all have ended or somebody interrupts."""
+    waiting = deque(checks)
+    with terminated_as_interrupt(), ThreadPoolExecutor(len(schedules)) as pool:
+        try:
+            for future in [pool.submit(schedule.run, waiting) for schedule in schedules]:
+                future.result()
+        except KeyboardInterrupt:
+            for schedule in schedules:
+                schedule.stop()
+            journal.write({"status": "stopped", "check": "all that is left", "why": "interrupted"})
 
 
 @contextlib.contextmanager
@@ -180,7 +209,7 @@ def terminated_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def environment(cache: Path) -> dict[str, str]:
+def environment(cache: Path, lanes: int) -> dict[str, str]:
     """A worker's: one cache of compiled code for all workers of both commands, and memory segments that grow, not fragment."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     defaults = {
@@ -190,6 +219,7 @@ def environment(cache: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # nothing is fetched, and no time is lost trying
         "KINETO_LOG_LEVEL": "99",  # the profiler's lines for each start and stop would hide the last lines of a failure
         "TOKENIZERS_PARALLELISM": "false",
+        **({"OMP_NUM_THREADS": "1"} if lanes > 1 else {}),
     }
     return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.checks import COMPILED
 from benchmarks.gpu.measures import Finding, is_off
 from benchmarks.gpu.place import Place
 
@@ -23,20 +24,20 @@ SIZES = {
     "head_dim": 64,
 }
 TINY = {
-    **SIZES,
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "head_dim": 16,
 }
-TINY["head_dim"] = 16
+HYBRID = {"num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 OWN: dict[str, tuple[str, dict[str, Any]]] = {  # type of configuration, and what is not in SIZES
     "Llama": ("llama", {}),
     "GPT-OSS": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}),
-    "Bamba": ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}),
+    "Bamba": ("bamba", HYBRID),
 }
-COMPILED = ("Llama",)  # in the small form, too: 18 kernels, where GPT-OSS has 29 and Bamba 52, and C++ takes seconds for each
 LENGTH, CHUNK = (2048, 48), (512, 16)  # on a GPU, and small
 DOCUMENTS, PADDED = 8, 4  # documents of a row; one in so many rows of the second sequence is padding
 GREATEST = 1e-3  # gradients of less than this share of the largest one's norm are rounding
@@ -49,7 +50,7 @@ def gradients(place: Place, model: str, feed: str) -> Iterator[Finding]:
     truth = _gradients(in_float64(module), inputs)
     eager = _gradients(module, inputs)
     start = time.perf_counter()
-    ours = _gradients(compiled(module, place, in_small=feed == "plain" and model in COMPILED), inputs, module)
+    ours = _gradients(compiled(module, place, in_small=(model, feed) == COMPILED), inputs, module)
     place.wait()
     taken = time.perf_counter() - start
     error, of_eager = (_distance(found, truth) for found in (ours, eager))

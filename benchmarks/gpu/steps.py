@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.baselines import WAYS, Loss, why_not
 from benchmarks.gpu.measures import Finding, activity, host_waits
+from benchmarks.gpu.models import TINY
 from benchmarks.gpu.place import GIB, Place
 from examples.peak_memory import PeakMemory
 from streamfx.planner.devices import PUBLISHED, device_called
@@ -20,15 +21,6 @@ from streamfx.report.brief import predicted
 from streamfx.report.first_step import Compiled, noted_in
 
 MODEL = "Qwen3-8B"
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
 SMALLER = 256  # times shorter are sequences of the small form
 LATER = 2  # steps after the first; the best counts
 
@@ -64,6 +56,7 @@ def _made(place: Place, layers: int | None) -> Any:
     for name, value in changes.items():
         setattr(config, name, value)
     config.layer_types = config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(0)  # losses of all ways are those of the same weights, whichever worker makes them
     with torch.device(place.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 

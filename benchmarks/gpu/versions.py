@@ -29,7 +29,7 @@ def versions(place: Place) -> Iterator[Finding]:
     """Software, the card, and the operators that a chunk's attention, products and experts run."""
     yield Finding("software", {"python": platform.python_version(), "torch": torch.__version__, **_packages(), **_compilers()})
     yield Finding("card", _card(place))
-    for dtype, width in HEADS[:2] if place.small else HEADS:
+    for dtype, width in HEADS[:1] if place.small else HEADS:
         case = f"{str(dtype)[6:]}, width {width}"
         yield Finding(f"attention, {case}", _attention(place, dtype, width))
     yield Finding("products", {"float32 total": _product(place)})
