@@ -81,7 +81,11 @@ def ids_of(rows: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, rows), generator=torch.Generator().manual_seed(rows))
 
 
-PLANS: dict[str, dict[str, Any]] = {**{level: {"save": level} for level in SAVE_LEVELS}, "every second stage": {"keep_every": 2}}
+PLANS: dict[str, dict[str, Any]] = {
+    **{level: {"save": level} for level in SAVE_LEVELS},
+    "every second stage": {"keep_every": 2},
+    "attention on the host": {"offload": "attention"},
+}
 EVERY = [
     pytest.param(plan, mixer, marks=[] if plan == "inputs" or mixer == "ranked" else pytest.mark.long)
     for plan in PLANS

@@ -13,12 +13,13 @@ from torch import Tensor, fx, nn
 
 import streamfx
 from streamfx.cost.memory import bytes_like, cost_of
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import known
 from streamfx.options import SAVE_LEVELS, resolved
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
 from tests.support import hf
-from tests.support.exactness import TOLERANCE, Recorded, assert_small, compare, compare_replayed, value_errors
+from tests.support.exactness import TOLERANCE, compare, compare_replayed
 from tests.support.hf import deep
+from tests.support.planned import Traced
 from tests.support.small import Padded
 from tests.support.stages import Layers, batch
 from tests.support.twins import batch as tokens
@@ -35,13 +36,8 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Recorded:
-    (found,) = compare(Layers(LAYERS).double(), batch(), chunk_size=5, offload="attention").recorder.compilations
-    return found
-
-
-def facts_of(recorded: Recorded, **options: Any) -> Facts:
-    return recorded.facts_for(resolved({"outputs": "dense", "chunk_size": 5, "loss_chunk_size": 5, **options}))
+def traced() -> Traced:
+    return Traced(Layers(LAYERS))
 
 
 class Preference(nn.Module):
@@ -81,9 +77,8 @@ def test_gradients_are_those_of_eager(name: str, pytestconfig: pytest.Config) ->
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_gradients_under_other_choices(recorded: Recorded, choice: dict[str, Any]) -> None:
-    actual = recorded.streamed_values(known(facts_of(recorded, offload="attention", **choice).program))
-    assert_small(value_errors(actual, recorded.joint_values(), recorded.joint_arguments[1]), TOLERANCE, str(choice))
+def test_gradients_under_other_choices(traced: Traced, choice: dict[str, Any]) -> None:
+    traced.run(offload="attention", **choice)
 
 
 @pytest.mark.long
@@ -104,13 +99,13 @@ def names_of(nodes: Iterable[Iterable[fx.Node]]) -> set[str]:
 
 
 @pytest.mark.parametrize("save", ["auto", *SAVE_LEVELS[1:]])
-def test_attention_is_not_run_twice_and_stays_nowhere(recorded: Recorded, save: str) -> None:
+def test_attention_is_not_run_twice_and_stays_nowhere(traced: Traced, save: str) -> None:
     """FLOPs are those of the level of `save`; all that level "attention" keeps waits on the host, and all inputs, but not what
     higher levels keep.
     """
     level = "attention" if save == "auto" else save
-    facts, device = facts_of(recorded, offload="attention", save=save), facts_of(recorded, save=level)
-    program, results = known(facts.program), names_of(facts_of(recorded, save="attention").plan.kept)
+    facts, device = traced.facts(offload="attention", save=save), traced.facts(offload="none", save=level)
+    program, results = known(facts.program), names_of(traced.facts(offload="none", save="attention").plan.kept)
     assert len(results) == 2 * LAYERS and results <= names_of(device.plan.kept) == names_of(facts.plan.kept)
 
     on_host = [node for node in program.saved if node.target is free_after_copy]
@@ -123,9 +118,9 @@ def test_attention_is_not_run_twice_and_stays_nowhere(recorded: Recorded, save: 
     assert costs[1].held - costs[0].held == sum(bytes_like(node.meta["val"]) for node in on_host)
 
 
-def test_each_value_is_fetched_for_the_runs_that_read_it(recorded: Recorded) -> None:
+def test_each_value_is_fetched_for_the_runs_that_read_it(traced: Traced) -> None:
     """With every third input, results of attention are read by two runs, between which others lie."""
-    graph = known(known(facts_of(recorded, offload="attention", keep_every=3).program).backward).graph
+    graph = known(known(traced.facts(offload="attention", keep_every=3).program).backward).graph
     fetched = graph.find_nodes(op="call_function", target=wait_for_copy)
     held = [node.all_input_nodes[0].all_input_nodes[0] for node in fetched]
     assert len(held) > len(set(held))
@@ -146,9 +141,9 @@ def test_what_contradicts_it_is_refused(give: str) -> None:
         ways[give]()
 
 
-def test_a_budget_is_searched_among_plans_that_keep_attention(recorded: Recorded) -> None:
+def test_a_budget_is_searched_among_plans_that_keep_attention(traced: Traced) -> None:
     auto = {"chunk_size": "auto", "loss_chunk_size": "auto"}
-    facts = facts_of(recorded, offload="attention", memory_budget="1GiB", **auto)
+    facts = traced.facts(offload="attention", memory_budget="1GiB", **auto)
     levels = [tried.candidate.save for tried in known(facts.fitting).tried]
     assert levels[0] == "attention" and len(levels) > 1, "what takes the least is found out first"
-    assert names_of(facts.plan.kept) == names_of(facts_of(recorded, save="products").plan.kept)
+    assert names_of(facts.plan.kept) == names_of(traced.facts(save="products").plan.kept)
