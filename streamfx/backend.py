@@ -59,6 +59,7 @@ from streamfx.torch_private import (
     keep_saved_tensors,
     min_cut_rematerialization_partition,
     mutated_inputs,
+    no_cudnn_attention,
     static_inputs,
     tracing_undone,
 )
@@ -144,7 +145,7 @@ class Compilation:
             self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
         try:
-            with tracing_undone():
+            with tracing_undone(), no_cudnn_attention():
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)

@@ -77,23 +77,27 @@ def agree(forward: Forward, backward: Backward, causal: Causal, sizes: Sizes) ->
     """
     width, value_width = sizes.width, sizes.value_width or sizes.width
     heads = ((*sizes.queries, width), (*sizes.keys, width), (*sizes.keys, value_width), (*sizes.queries, value_width))
-    query, key, value, gradient = (_known(sizes.device, sizes.dtype, *own) for own in heads)
+    query, key, value, gradient = (_known(sizes, own, seed) for seed, own in enumerate(heads))
     result = forward(query, key, value)
     found = (*result, *backward(gradient, query, key, value, *result))
+    return all(map(_is_close, found, _truth(causal, *(item.double() for item in (query, key, value, gradient)))))
+
+
+def _truth(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     truth = plain_attention.forward(query, key, value, None, causal, None)
-    gradients = plain_attention.backward(gradient, query, key, value, *truth, None, causal, None)
-    return all(map(_is_close, found, (*truth, *gradients)))
+    return (*truth, *plain_attention.backward(gradient, query, key, value, *truth, None, causal, None))
 
 
-def _known(device: torch.device, dtype: torch.dtype, heads: int, rows: int, width: int) -> Tensor:
-    """Numbers that no generator is asked for."""
-    return torch.arange(heads * rows * width, device=device, dtype=torch.float32).mul_(heads + 0.7).sin_().view(
-        1, heads, rows, width
-    ).to(dtype)  # fmt: skip
+def _known(sizes: Sizes, own: tuple[int, ...], seed: int) -> Tensor:
+    """The same normal numbers whenever they are asked for. Sines of whole numbers would not do: gradients cancel at some widths,
+    and what is left is rounding. An H100 failed the trial of cuDNN's attention for it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, *own, generator=generator).to(sizes.device, sizes.dtype)
 
 
 def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    found, wanted = found.float(), wanted.float()
+    found = found.double()
     return bool((found - wanted).abs().max() <= CLOSE * wanted.abs().max())
 
 

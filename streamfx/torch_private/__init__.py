@@ -296,6 +296,24 @@ def tracing_undone() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def no_cudnn_attention() -> Iterator[None]:
+    """Trace `scaled_dot_product_attention` to another operator than cuDNN's: loops choose their kernels themselves.
+
+    2.11 hands cuDNN -65504 for what a boolean mask hides (pytorch#177842), from which no pass can prove that a key is hidden; the
+    other operators get minus infinity. A user who allows cuDNN alone keeps it (2.11, 2.13).
+    """
+    flags = torch.backends.cuda
+    if not (flags.cudnn_sdp_enabled() and flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()):
+        yield
+        return
+    flags.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        flags.enable_cudnn_sdp(True)
+
+
 def while_traced(function: Callable[[], T]) -> Callable[[], T]:
     """The function, which finds whenever it is called what is noted about the graph that is compiled now (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()

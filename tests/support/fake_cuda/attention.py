@@ -20,6 +20,7 @@ CAPABILITIES = {"h100": (9, 0), "a100": (8, 0), "t4": (7, 5)}
 HALF = (torch.float16, torch.bfloat16)
 MOST = 128  # the widest head for which cuDNN is chosen here
 ALIGNED = 8  # elements: the width that flash pads heads to
+CUDNN_HIDES = -65504.0  # convert_boolean_attn_mask_cudnn, until 2.11: no number from which a pass can tell that a key is hidden
 BIAS = 16  # elements: the width that a bias is padded to
 
 
@@ -46,7 +47,8 @@ class Device:
         half, width, value_width = q.dtype in HALF, q.shape[-1], v.shape[-1]
         dense = all(item.stride(-1) == 1 for item in (q, k, v))
         even = width % ALIGNED == 0 and value_width % ALIGNED == 0
-        if self.kind == "h100" and half and dense and even and max(width, value_width) <= MOST:
+        allowed = torch.backends.cuda.cudnn_sdp_enabled()
+        if allowed and self.kind == "h100" and half and dense and even and max(width, value_width) <= MOST:
             return "cudnn"
         square = not causal or q.shape[-2] == k.shape[-2]
         if self.capability >= (8, 0) and half and mask is None and width == value_width <= 256 and dense and square:
@@ -69,7 +71,8 @@ class Device:
     ) -> Any:
         choice = self.choice(q, k, v, attn_mask, is_causal)
         self.chosen.append(choice)
-        mask, logsumexp = _as_bias(attn_mask, q), torch.is_grad_enabled()
+        hidden = CUDNN_HIDES if choice == "cudnn" else -math.inf
+        mask, logsumexp = _as_bias(attn_mask, q, hidden), torch.is_grad_enabled()
         if choice == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, logsumexp, dropout_p, is_causal, False, scale=scale)[0]
         if choice == "flash":
@@ -83,11 +86,10 @@ class Device:
         )[0]
 
 
-def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+def _as_bias(mask: Tensor | None, query: Tensor, hidden: float) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
-    shown, hidden = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, -math.inf))
-    return torch.where(mask, shown, hidden)
+    return torch.where(mask, *(torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, hidden)))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
