@@ -36,9 +36,11 @@ def test_bodies_for_an_h100(name: str, recorded: Callable[[Mapping[str, int]], N
     for part in parts:
         assert len(part["codes"]) >= part["kernels"] > 0 and all(part["codes"])
         assert not part["tuning"], "Inductor allocates example arguments, which no plan counts"
+        assert not part["unguarded"], "a loop may read what another thread has yet to write in an earlier loop of its kernel"
         numbers[part["loop"]] += 1
         place = f"{part['loop']}, part {numbers[part['loop']]}"
         figures[f"kernels: {place}"] = part["kernels"]
         figures[f"bytes per row: {place}"] = -(-part["moved"] // part["rows"])
+    assert sum(part["loops"] for part in parts) > len(parts)
     figures["kernels"] = sum(part["kernels"] for part in parts)
     recorded(figures)

@@ -38,7 +38,7 @@ LONG, LONGER = 32768, 65536
 def _gradients(model: str, feed: str) -> Check:
     if feed == "dropout":
         return Check(f"dropout: {model}", "dropout:dropout", 16, 6, (model,))
-    seconds, small = (25 if feed == "plain" else 12), (40 if (model, feed) == COMPILED else 8)
+    seconds, small = (40 if feed == "plain" else 14), (40 if (model, feed) == COMPILED else 8)
     return Check(f"gradients: {model}, {feed}", "models:gradients", seconds, small, (model, feed))
 
 
@@ -60,15 +60,15 @@ COMMANDS = {
         "products, attention and small models against float64",
         240,
         (
-            Check("versions", "versions:versions", 12, 6),
-            Check("attention rates, 8K keys", "attention_rates:rates", 12, 2, (8192,)),
-            Check("attention rates, 32K keys", "attention_rates:rates", 8, 2, (32768,)),
-            Check("products", "products:accumulation", 8, 2),
-            Check("attention against float64", "kernels:against_float64", 20, 4),
+            Check("versions", "versions:versions", 20, 6),
+            Check("attention rates, 8K keys", "attention_rates:rates", 5, 2, (8192,)),
+            Check("attention rates, 32K keys", "attention_rates:rates", 4, 2, (32768,)),
+            Check("products", "products:accumulation", 2, 2),
+            Check("attention against float64", "kernels:against_float64", 14, 4),
             *(_gradients(*case) for case in PLAIN),
-            Check("attention rates, 128K keys", "attention_rates:rates", 12, 2, (131072,)),
-            Check("experts", "experts:added_by_group", 15, 2),
-            Check("attention of documents", "kernels:one_call_against_pieces", 6, 2),
+            Check("attention rates, 128K keys", "attention_rates:rates", 15, 2, (131072,)),
+            Check("experts", "experts:added_by_group", 4, 2),
+            Check("attention of documents", "kernels:one_call_against_pieces", 2, 2),
             *(_gradients(*case) for case in FED),
         ),
     ),
@@ -76,19 +76,19 @@ COMMANDS = {
         "training steps of Qwen3-8B beside gradient checkpointing",
         420,
         (
-            _step("streambp", 8192, 50),
-            _step("checkpointing", 8192, 25),
-            _step("streambp", LONG, 55),
-            _step("checkpointing", LONG, 40),
-            _step("streambp, memory_budget=auto", LONG, 60),
+            _step("streambp", 8192, 65),
+            _step("checkpointing", 8192, 14),
+            _step("streambp", LONG, 75),
+            _step("checkpointing", LONG, 38),
+            _step("streambp, memory_budget=auto", LONG, 75),
             _step("checkpointing, loss in chunks", LONG, 35),
-            _step("streambp, memory_budget=auto", 8192, 40),
-            _step("streambp", LONGER, 75),
+            _step("streambp, memory_budget=auto", 8192, 50),
+            _step("streambp", LONGER, 95),
             Check("longest: streambp", "longest:longest", 60, 12, ("streambp",)),
             Check("longest: checkpointing, loss in chunks", "longest:longest", 40, 8, ("checkpointing, loss in chunks",)),
-            _step("streambp, offload=inputs", LONG, 50),
-            _step("streambp, offload=attention", LONG, 50),
-            _step("checkpointing, loss in chunks", 8192, 20),
+            _step("streambp, offload=inputs", LONG, 75),
+            _step("streambp, offload=attention", LONG, 75),
+            _step("checkpointing, loss in chunks", 8192, 14),
             _step("checkpointing, model compiled whole", 8192, 110),
         ),
     ),

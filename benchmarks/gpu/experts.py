@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measures import Finding, distance, is_off, seconds
 from benchmarks.gpu.place import Place
+from benchmarks.gpu.products import in_float32
 from streamfx.runtime import experts
 
 REAL = (
@@ -48,5 +49,5 @@ def _distances(total: Tensor, x: Tensor, y: Tensor, group: Tensor) -> tuple[floa
     """Of the last experts' sums, and of products in float32."""
     last = range(len(total) - FEW, len(total))
     truth = torch.stack([1 + x[group == number].double().t() @ y[group == number].double() for number in last])
-    plain = torch.stack([1 + x[group == number].float().t() @ y[group == number].float() for number in last])
+    plain = torch.stack([1 + in_float32(x[group == number].t(), y[group == number]) for number in last])
     return distance(total[-FEW:], truth), distance(plain, truth)

@@ -34,8 +34,7 @@ def accumulation(place: Place) -> Iterator[Finding]:
 
 def _times(place: Place, left: Tensor, right: Tensor, total: Tensor) -> dict[str, float]:
     def product_and_add() -> None:
-        made = torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left.float(), right.float())
-        total.add_(made)
+        total.add_(in_float32(left, right))
 
     made = torch.empty_like(total, dtype=left.dtype)
     return {
@@ -46,9 +45,14 @@ def _times(place: Place, left: Tensor, right: Tensor, total: Tensor) -> dict[str
 
 
 def _distances(left: Tensor, right: Tensor, total: Tensor) -> tuple[float, float]:
-    """Of a total of ones after a product was added, and of that sum in float32."""
+    """Of a total of ones after a product was added, and of the device's own product in float32 that is added to it."""
     total.fill_(1)
     sums.add_product(total, left, right, is_first=False)
     truth = 1 + left[:FEW].double() @ right.double()
-    plain = 1 + left[:FEW].float() @ right.float()
+    plain = 1 + in_float32(left[:FEW], right)
     return distance(total[:FEW], truth), distance(plain, truth)
+
+
+def in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """The product with its sums in float32: on a GPU, by the same tensor cores, whose sums have fewer digits than float32's own."""
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left.float(), right.float())

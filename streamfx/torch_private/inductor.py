@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -22,6 +23,8 @@ BODY_SETTINGS = {  # whatever the user's own settings are; all else of theirs ho
     # no plan counts. Without it a kernel that has several configurations is timed on its own arguments in its first call.
     "triton.autotune_at_compile_time": None,
 }
+# Read by nothing that is compiled here, and part of the key of Inductor's cache: kernels without barriers are not taken from it.
+WITH_BARRIERS = {"aot_inductor.metadata": {"streamfx": "a barrier between the loops of a kernel"}}
 
 
 def has_compiler(device: str) -> bool:
@@ -75,13 +78,37 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+@contextmanager
+def barriers() -> Iterator[None]:
+    """Let kernels of Triton wait between two loops, where one may read what another thread wrote (2.11, 2.13).
+
+    Triton may give a store and the load that reads it back different threads (triton#10924, pytorch#190519): without a barrier,
+    the load finds what was in memory before. On an H100, gradients of a small GPT-OSS were hundreds of times too large.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    plain = TritonKernel.codegen_body
+
+    def codegen_body(self: Any) -> None:
+        begun = len(self.body._lines)
+        if self.__dict__.get("has_loop"):
+            self.body.writeline("tl.debug_barrier()")
+        plain(self)
+        lines = [str(getattr(line, "line", line)) for line in self.body._lines[begun:]]
+        self.has_loop = self.__dict__.get("has_loop", False) or any(line.lstrip().startswith("for ") for line in lines)
+
+    with mock.patch.object(TritonKernel, "codegen_body", codegen_body):
+        yield
+
+
 def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What `torch.compile(...)` makes of a Dynamo graph, gradients included; called as f(*inputs) (2.11, 2.13)."""
     owned = dynamo_copy(module)[0]  # it changes what it is given
     with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in backward
         from torch._inductor.compile_fx import compile_fx
 
-        result: Callable[..., Any] = compile_fx(owned, inputs)
+        with barriers():
+            result: Callable[..., Any] = compile_fx(owned, inputs, config_patches=WITH_BARRIERS)
     return result
 
 
@@ -101,6 +128,7 @@ def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]
     with inductor_runs():
         from torch._inductor import standalone_compile
 
-        options = {"config_patches": dict(BODY_SETTINGS)}
-        compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes=dynamic_shapes, options=options)
+        options = {"config_patches": {**BODY_SETTINGS, **WITH_BARRIERS}}
+        with barriers():
+            compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes=dynamic_shapes, options=options)
     return compiled

@@ -6,9 +6,11 @@ Needs a CUDA build of PyTorch and Triton, which brings its own ptxas. The proces
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,19 +95,29 @@ class Compiled:
 
     kernels: kernels of Triton's. codes: sizes in bytes of their machine code, one for each configuration that would be tried.
     moved: bytes that kernels of Triton's read and write. tuning: bytes of example arguments that kernels would be timed on while
-    they are compiled.
+    they are compiled. loops: those of kernels, and unguarded: those that may run before an earlier loop of their kernel has ended.
     """
 
     kernels: int = 0
     codes: list[int] = dataclasses.field(default_factory=list)
     moved: int = 0
     tuning: int = 0
+    loops: int = 0
+    unguarded: int = 0
 
     def precompile(self, kernel: Any, *_: Any, **__: Any) -> None:
         """In place of `CachingAutotuner.precompile`, which loads the code onto the device, too."""
+        self.count_loops(inspect.getsource(kernel.fn.fn))  # a kernel that is compiled is without its source
         kernel._precompile_worker()
         self.kernels += 1
         self.codes += [_size_of_code(result) for result in kernel.compile_results]
+
+    def count_loops(self, source: str) -> None:
+        """A loop is guarded by a barrier between its first line and the line of the loop before it."""
+        lines = [line.strip() for line in source.splitlines()]
+        starts = [number for number, line in enumerate(lines) if line.startswith("for ")]
+        self.loops += len(starts)
+        self.unguarded += sum("tl.debug_barrier()" not in lines[one:other] for one, other in pairwise(starts))
 
     def codegen(self, graph: Any, original: Callable[[Any], Any]) -> Any:
         found = original(graph)
