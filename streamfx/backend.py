@@ -145,8 +145,8 @@ class Compilation:
             self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
         try:
-            with tracing_undone(), no_cudnn_attention():
-                return self._compile(inputs)
+            with tracing_undone(), no_cudnn_attention() as after_tracing:
+                return self._compile(inputs, after_tracing)
         except FitsWhole:
             return self._compile_whole(inputs)
 
@@ -162,16 +162,18 @@ class Compilation:
             self.is_trained_whole = False
             return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
 
-    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile(
+        self, inputs: list[Any], after_tracing: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> Callable[..., Any]:
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
         self.num_inputs, self.weights = len(inputs), numbers_of_weights(inputs)
         compiler = aot_autograd(
-            fw_compiler=self.run_forward,
-            bw_compiler=self.run,
-            inference_compiler=self.run_inference,
-            partition_fn=self.partition_in_stretches,
+            fw_compiler=after_tracing(self.run_forward),
+            bw_compiler=after_tracing(self.run),
+            inference_compiler=after_tracing(self.run_inference),
+            partition_fn=after_tracing(self.partition_in_stretches),
             decompositions=DECOMPOSITIONS,
         )
         is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))

@@ -67,7 +67,7 @@ COMMANDS = {
             Check("attention against float64", "kernels:against_float64", 14, 4),
             *(_gradients(*case) for case in PLAIN),
             Check("attention rates, 128K keys", "attention_rates:rates", 15, 2, (131072,)),
-            Check("experts", "experts:added_by_group", 4, 2),
+            Check("experts", "experts:added_by_group", 15, 2),
             Check("attention of documents", "kernels:one_call_against_pieces", 2, 2),
             *(_gradients(*case) for case in FED),
         ),

@@ -54,5 +54,5 @@ def _distances(left: Tensor, right: Tensor, total: Tensor) -> tuple[float, float
 
 
 def in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """The product with its sums in float32: on a GPU, by the same tensor cores, whose sums have fewer digits than float32's own."""
+    """The product with its sums in float32: on a GPU, those of tensor cores, which have fewer digits than float32's own."""
     return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left.float(), right.float())

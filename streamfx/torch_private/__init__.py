@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -297,21 +298,35 @@ def tracing_undone() -> Iterator[None]:
 
 
 @contextmanager
-def no_cudnn_attention() -> Iterator[None]:
+def no_cudnn_attention() -> Iterator[Callable[[Callable[..., T]], Callable[..., T]]]:
     """Trace `scaled_dot_product_attention` to another operator than cuDNN's: loops choose their kernels themselves.
 
     2.11 hands cuDNN -65504 for what a boolean mask hides (pytorch#177842), from which no pass can prove that a key is hidden; the
     other operators get minus infinity. A user who allows cuDNN alone keeps it (2.11, 2.13).
+
+    Returns:
+        A decorator of functions that find the user's own setting: those that ask which kernels will run.
     """
     flags = torch.backends.cuda
-    if not (flags.cudnn_sdp_enabled() and flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()):
-        yield
-        return
-    flags.enable_cudnn_sdp(False)
+    users = flags.cudnn_sdp_enabled()
+
+    def as_user_has_it(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def run(*given: Any, **more: Any) -> T:
+            now = flags.cudnn_sdp_enabled()
+            flags.enable_cudnn_sdp(users)
+            try:
+                return function(*given, **more)
+            finally:
+                flags.enable_cudnn_sdp(now)
+
+        return run
+
+    flags.enable_cudnn_sdp(users and not (flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()))
     try:
-        yield
+        yield as_user_has_it
     finally:
-        flags.enable_cudnn_sdp(True)
+        flags.enable_cudnn_sdp(users)
 
 
 def while_traced(function: Callable[[], T]) -> Callable[[], T]:

@@ -95,7 +95,7 @@ class Compiled:
 
     kernels: kernels of Triton's. codes: sizes in bytes of their machine code, one for each configuration that would be tried.
     moved: bytes that kernels of Triton's read and write. tuning: bytes of example arguments that kernels would be timed on while
-    they are compiled. loops: those of kernels, and unguarded: those that may run before an earlier loop of their kernel has ended.
+    they are compiled. loops: those of kernels. unguarded: loops that may run before an earlier loop of their kernel has ended.
     """
 
     kernels: int = 0
