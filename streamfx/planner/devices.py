@@ -14,7 +14,8 @@ from streamfx.cost.work import ATTENTION, Work
 from streamfx.errors import PlanError
 from streamfx.runtime.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
 
-EFFICIENCY = 0.6  # of the published rates, what training reaches
+EFFICIENCY = 0.6  # of the published rates, what training reaches where nobody has measured it
+HOPPER_REACHES = (0.69, 0.8)  # of published FLOP/s and bytes/s: products and fused kernels of Qwen3-8B's steps on an H100
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,8 @@ class Device:
         return size / self.to_host if self.to_host else 0.0
 
     def seconds(self, work: Work) -> float:
-        """Seconds of work: of its products, of attention at the rate of each kernel and pass, and of the bytes that other
-        operators
-        move, or that sums over chunks add to products.
+        """Seconds of work: of its products, of attention at the rate of each kernel and pass, of the bytes that other operators
+        move, and of the share of totals' bytes for which products wait.
 
         The host launches operators meanwhile, and is waited for if that takes longer.
         """
@@ -63,10 +63,11 @@ class Device:
         others = work.flops - sum(by_kernel.values())
         computing = others / self.flops + sum(count / self.attention.get(name, self.flops) for name, count in by_kernel.items())
         waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
-        return max(computing + (work.moved + work.total_bytes) / self.bandwidth, waits)
+        return max(computing + (work.moved + WAITED * work.total_bytes) / self.bandwidth, waits)
 
 
 LAUNCH = 5e-6  # seconds of the host per operator
+WAITED = 0.5  # of the time that a total's bytes take alone: 0.28 to 0.66 on an H100, for weights of a layer and the head
 HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
     "A100": 32e9,
     "H100": 64e9,
@@ -85,13 +86,14 @@ WIRES = {  # bytes/s in one direction: to devices of the same machine (NVLink, I
     "RTX4090": (32e9, 12.5e9),
     "MI300X": (448e9, 50e9),
 }
-HOPPER = {  # FLOP/s reached with heads of 128 and 16K keys, by the charts of the FlashAttention-3 paper (arXiv 2407.08608)
-    "cudnn": 539e12,
-    "cudnn_backward": 516e12,
-    "flash": 335e12,
-    "flash_backward": 322e12,
+HOPPER = {  # FLOP/s of causal attention with heads of 128, 8K to 32K keys, on an H100 (`python -m benchmarks.gpu kernels`)
+    "cudnn": 570e12,
+    "cudnn_backward": 490e12,
+    "flash": 345e12,
+    "flash_backward": 310e12,
 }
 ATTENTION_RATES = {"H100": HOPPER, "H200": HOPPER}
+REACHED = {"H100": HOPPER_REACHES, "H200": HOPPER_REACHES}
 PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
     "A100": (312e12, 2.039e12, (8, 0)),
     "H100": (989e12, 3.35e12, (9, 0)),
@@ -115,7 +117,8 @@ def device_called(name: str) -> Device:
     near, far = WIRES[known[name.lower()]]
     wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[known[name.lower()]]
     attention = ATTENTION_RATES.get(known[name.lower()], {})
-    return Device(known[name.lower()], EFFICIENCY * flops, EFFICIENCY * bandwidth, kind, wires, host, attention)
+    computing, moving = REACHED.get(known[name.lower()], (EFFICIENCY, EFFICIENCY))
+    return Device(known[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
 
 
 def here() -> torch.device:

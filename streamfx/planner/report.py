@@ -13,7 +13,7 @@ from streamfx.cost.terms import OPTIMIZER
 from streamfx.cost.wire import Traffic, added
 from streamfx.cost.work import Work
 from streamfx.inspection.explain import OURS
-from streamfx.planner.devices import Device
+from streamfx.planner.devices import REACHED, Device
 from streamfx.planner.host import sharing
 from streamfx.planner.overlap import NOTHING, Seconds, waited
 from streamfx.planner.page import page_of_plan
@@ -29,9 +29,8 @@ from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
 KINDS = {"linear": "products", "attention": "attention"}
-ASSUMED = (
-    "60 % of published rates, attention as measured by others; element-wise work fused if compiled; 5 us of the host per kernel"
-)
+ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
+PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "shares of published rates as on an H100"
 ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
 ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
 ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
@@ -171,7 +170,9 @@ class PlanReport(Exports):
 
     @property
     def _assumed(self) -> str:
-        return ASSUMED if self.device.kind.type == "cuda" else ASSUMED_HERE
+        if self.device.kind.type != "cuda":
+            return ASSUMED_HERE
+        return ASSUMED.format(rates=MEASURED_RATES if self.device.name in REACHED else PUBLISHED_RATES)
 
     def _host(self) -> dict[str, Any] | None:
         """What waits on the host between the halves; None where nothing does. Its times are None where no rate is known."""
