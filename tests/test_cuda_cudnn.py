@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
+from streamfx.backend import Compilation
 from streamfx.runtime import attention, cuda_attention, cuda_cudnn, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST, Last
+from streamfx.torch_private import no_cudnn_attention
 from tests.support import cuda_kernels
 from tests.support.cuda_kernels import in_their_place
 from tests.support.cuda_reading import plain
@@ -231,3 +236,39 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
         attention_of.restore_flash_attention_impl()
     checked(q, k, v, 16)
     assert hopper and calls == [(8, KEYS)]
+
+
+def test_the_operator_is_switched_off_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets -65504 for what a boolean mask hides (2.11); what is planned meanwhile finds it as the user has it."""
+    flags, planned = torch.backends.cuda, list[bool]()
+    plain, attention = Compilation.partition, torch._C._nn.scaled_dot_product_attention
+    traced = list[bool]()
+
+    def partition(self: Compilation, *given: Any, **more: Any) -> Any:
+        planned.append(flags.cudnn_sdp_enabled())
+        return plain(self, *given, **more)
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is attention:
+                traced.append(flags.cudnn_sdp_enabled())
+            return function(*args, **(kwargs or {}))
+
+    def compiled(self: Compilation, *given: Any) -> Any:
+        with Watching():
+            return original(self, *given)
+
+    original = Compilation._compile
+    monkeypatch.setattr(Compilation, "partition", partition)
+    monkeypatch.setattr(Compilation, "_compile", compiled)
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum(), backend="streambp")(q)
+    assert planned == [True] and traced and not any(traced) and flags.cudnn_sdp_enabled()
+
+
+def test_a_user_who_allows_cudnn_alone_keeps_it() -> None:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]), no_cudnn_attention():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), no_cudnn_attention() as after_tracing:
+        assert not after_tracing(torch.backends.cuda.cudnn_sdp_enabled)()
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamfx.runtime import trials
+from streamfx.runtime import plain_attention, trials
+from streamfx.runtime.plain_attention import Last
 from streamfx.runtime.trials import Child, Outcome
 
 QUESTION = {"check": f"{__name__}:even", "arguments": [4], "flash": None, "device": "cpu"}
@@ -67,6 +68,20 @@ def test_a_crash_ends_the_child_and_nothing_else(child: Child, monkeypatch: pyte
     monkeypatch.setattr(trials, "LONGEST", 0.2)
     silence = asked(child, 60)
     assert not silence.is_right and "said nothing" in silence.why and child._process is None
+
+
+@pytest.mark.parametrize("width", range(8, 257, 8))
+def test_kernels_that_only_round_pass(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number that a trial compares is what cancelling leaves of larger ones, in which rounding is large."""
+    monkeypatch.setattr(trials, "CLOSE", trials.CLOSE / 4)
+    for causal, queries, keys in ((False, (4, 128), (2, 384)), (True, (4, 128), (2, 128)), (Last(3), (2, 7), (1, 12))):
+        sizes = trials.Sizes(torch.device("cpu"), torch.bfloat16, queries, keys, width)
+        assert trials.agree(
+            lambda q, k, v: plain_attention.forward(q, k, v, None, causal, None),  # noqa: B023
+            lambda g, q, k, v, out, lse: plain_attention.backward(g, q, k, v, out, lse, None, causal, None),  # noqa: B023
+            causal,
+            sizes,
+        )
 
 
 def test_without_a_child_no_kernel_is_used(child: Child) -> None:
