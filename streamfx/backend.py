@@ -162,9 +162,7 @@ class Compilation:
             self.is_trained_whole = False
             return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
 
-    def _compile(
-        self, inputs: list[Any], after_tracing: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> Callable[..., Any]:
+    def _compile(self, inputs: list[Any], after_tracing: Callable[..., Any]) -> Callable[..., Any]:
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
@@ -176,30 +174,29 @@ class Compilation:
             partition_fn=after_tracing(self.partition_in_stretches),
             decompositions=DECOMPOSITIONS,
         )
-        is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
-        strict = self.options.strict
-        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, strict)
-        self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, strict)
-        deferral = self.deferred = self.deferral() if is_alone else None  # who touches an output would wait for other ranks
+        self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, self.options.strict)
+        self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
+        deferral = self.deferred = self.deferral() if self.is_alone(inputs) else None
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
-        if self.chain is not None and self.chain.places:
-            compiled = InStages(compiled, self.chain)
-        if deferral is not None:
-            compiled = WithDeferred(compiled, deferral.plan, Uses(self.options))
+        compiled = InStages(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
+        compiled = compiled if deferral is None else WithDeferred(compiled, deferral.plan, Uses(self.options))
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 
     def fits_by_far(self, inputs: list[Any]) -> bool:
         """Whether Inductor is to have the graph, and nothing needs to be traced to see that: a short sequence."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
-        is_alone = not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
-        if budget is None or not is_alone or not compiles_whole(self.options, inputs):
+        if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
         furthest = fits_by_far(self.module.graph, inputs, budget)
         if furthest:
             furthest.guard(self.module.graph)
         return furthest is not None
+
+    def is_alone(self, inputs: list[Any]) -> bool:
+        """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
+        return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""

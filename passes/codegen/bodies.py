@@ -38,7 +38,7 @@ from streamfx.ir.program import (
 from streamfx.ir.sizes import Size, free_symbols, product, size_of
 from streamfx.ir.span import Span
 from streamfx.passes.codegen.adders import ADD_TO_SOME, ADDERS, ROUNDED_ONCE, mean_count
-from streamfx.passes.codegen.body_inputs import BodyInputs
+from streamfx.passes.codegen.body_inputs import SHAPE_ARGUMENT, BodyInputs
 from streamfx.passes.codegen.waits import wait_late
 from streamfx.passes.operators.traits import is_random, producer_of
 from streamfx.passes.partition.regions import LoopContent
@@ -55,25 +55,6 @@ Emitter: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
 EMITTERS: dict[Any, Emitter] = {}
 
 FROM_THE_TRACE = ("stack_trace", "nn_module_stack", "original")  # what a body's operators say of where they come from
-SHAPE_ARGUMENT: dict[Any, int] = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.view_copy.default: 1,
-    aten.expand.default: 1,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.empty.memory_format: 0,
-    aten.rand.default: 0,
-    aten.randn.default: 0,
-    aten.new_zeros.default: 1,
-    aten.new_ones.default: 1,
-    aten.new_full.default: 1,
-    aten.new_empty.default: 1,
-    aten.slice_backward.default: 1,
-    aten.select_backward.default: 1,
-}
 
 
 def emits(*operators: Any) -> Callable[[Emitter], Emitter]:

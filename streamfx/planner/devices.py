@@ -15,7 +15,7 @@ from streamfx.errors import PlanError
 from streamfx.runtime.device_kinds import CUDNN_CAPABILITIES, DeviceKind, kind_of
 
 EFFICIENCY = 0.6  # of the published rates, what training reaches where nobody has measured it
-HOPPER_REACHES = (0.69, 0.8)  # of published FLOP/s and bytes/s: products and fused kernels of Qwen3-8B's steps on an H100
+HOPPER_REACHES = (0.69, 0.8)  # of published FLOP/s and bytes/s: a decoder's steps on an H100 (docs/performance.md)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -270,7 +271,7 @@ def _sources() -> str:
 
 def _key(question: Question, index: int) -> str:
     card = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    versions = torch.__version__, torch.version.cuda, torch.backends.cudnn.version()
+    versions = version("torch"), torch.version.cuda, torch.backends.cudnn.version()
     return json.dumps([question, card, versions, _sources()])
 
 

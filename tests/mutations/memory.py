@@ -290,8 +290,8 @@ SEGMENTS = (
         "segments",
         "bodies take the user's CUDA graphs, and are tuned ahead on arguments of full size",
         INDUCTOR,
-        'options = {"config_patches": dict(BODY_SETTINGS)}',
-        "options: dict[str, Any] = {}",
+        'options = {"config_patches": {**BODY_SETTINGS, **WITH_BARRIERS}}',
+        'options = {"config_patches": dict(WITH_BARRIERS)}',
         ("test_bodies.py::test_settings_of_bodies",),
     ),
     Mutation(

@@ -77,14 +77,6 @@ ROWS = (
         ("test_single_rows.py::test_complex_rows_keep_both_parts",),
     ),
     Mutation(
-        "scans",
-        "a sum that one chunk alone makes begins with zeros",
-        "passes/codegen/adders.py",
-        "isinstance(own, (SingleRow, Scan))",
-        "isinstance(own, Scan)",
-        ("test_single_rows.py::test_signs_of_a_row_that_is_zero",),
-    ),
-    Mutation(
         "segments",
         "the fake result of a reverse scan lies as its operand does",
         "streamfx/runtime/scans.py",
