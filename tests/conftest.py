@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime import visible
 from tests.support.goldens import golden, recorded
 from tests.support.precision import widen_models
+from tests.support.shares import SHARES, taken
 
 __all__ = ["golden", "recorded"]
 
@@ -46,6 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "long" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="runs only with --long"))
+    if any("::" in argument for argument in config.args):  # what is asked for by name runs
+        return
+    for path, group in groupby((item for item in items if "long" not in item.keywords), key=lambda item: item.path):
+        own = list(group)
+        places = SHARES.get(path.name, len(own))
+        kept = taken([getattr(item, "originalname", item.name) for item in own], places)
+        for position in set(range(len(own))) - kept:
+            own[position].add_marker(pytest.mark.skip(reason=f"a default run takes {places} cases of this file, --long all"))
 
 
 @pytest.hookimpl(optionalhook=True)
