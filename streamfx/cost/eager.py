@@ -91,7 +91,7 @@ def eager_step(
     marks = _Marks(meter, recorder)
     for number, layer in enumerate(layers):
         layer.forward = marks.noted(number, meter.watched(layer.forward))
-    with meter, following(Turns(meter) if of_few else None):
+    with meter, following(Turns(meter, of_few)):
         outputs = call()
         meter.flush()
         forward = Half(tuple(recorder.points), meter.work, tuple(marks.forward))

@@ -70,16 +70,19 @@ class _Half:
 
 
 class Turns:
-    """Follows turns for a meter that has a recorder."""
+    """Follows turns for a meter that has a recorder: few of them, or all (`of_few`).
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    What a turn makes is in memory at its end: turns are compiled as functions of their own.
+    """
+
+    def __init__(self, meter: Meter, of_few: bool = True) -> None:
+        self.meter, self.of_few = meter, of_few
 
     def results(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
         kinds = [tuple(map(kind_of, piece)) for piece in pieces]
         alike = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
-        if alike <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
-            return one_by_one(function, pieces)
+        if not self.of_few or alike <= FIRST + LAST or not (torch.is_grad_enabled() and pieces[0][0].requires_grad):
+            return self._each(function, pieces)
         between = range(FIRST, alike - LAST)
         forward = _Half(between, range(between.stop, alike))
         backward = _Half(between[::-1], range(FIRST)[::-1])
@@ -98,12 +101,23 @@ class Turns:
         self._begins(forward, len(pieces))
         return found
 
+    def _each(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for piece in pieces:
+            self.meter.flush()
+            found.append(function(*piece))
+            if found[-1].requires_grad:
+                found[-1].register_hook(lambda gradient: self.meter.flush())
+        self.meter.flush()
+        return found
+
     def _comes_back(self, half: _Half, number: int, gradient: Tensor) -> None:
         """The gradient of a turn's result is there."""
         self._begins(half, number)
 
     def _begins(self, half: _Half, number: int) -> bool:
         """A turn begins where the last one ends; whether it is stood for, and all that it does has been told."""
+        self.meter.flush()
         if half.begun is not None:
             self._ends(half, *half.begun)
         half.begun = number, self._now()
@@ -146,6 +160,7 @@ class Turns:
         work: Work = self.meter.work
         with self.meter.recorded_apart():
             yield
+            self.meter.flush()
         self.meter.work = work
 
 
