@@ -89,7 +89,8 @@ class Device:
 def _as_bias(mask: Tensor | None, query: Tensor, hidden: float) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, *(torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, hidden)))
+    zero, huge = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, hidden))
+    return torch.where(mask, zero, huge)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
