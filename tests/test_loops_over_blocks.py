@@ -130,6 +130,7 @@ def test_rows_that_a_loop_goes_back_through() -> None:
     assert loops_of(report) == 4
 
 
+@pytest.mark.long
 def test_as_many_operators_for_any_number_of_blocks() -> None:
     """A loop that was traced block by block is one operator."""
     few, many = (compare(Marked().double(), batch(BLOCK * count), chunk_size=8).facts[0] for count in (6, 30))
