@@ -50,6 +50,7 @@ from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
 from streamfx.runtime.stagewise import Chain, InStages
 from streamfx.torch_private import (
+    NoMaskForCudnn,
     aot_autograd,
     asked_gradients,
     default_partition,
@@ -59,7 +60,6 @@ from streamfx.torch_private import (
     keep_saved_tensors,
     min_cut_rematerialization_partition,
     mutated_inputs,
-    no_cudnn_attention,
     static_inputs,
     tracing_undone,
 )
@@ -145,8 +145,8 @@ class Compilation:
             self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
         try:
-            with tracing_undone(), no_cudnn_attention() as after_tracing:
-                return self._compile(inputs, after_tracing)
+            with tracing_undone(), NoMaskForCudnn():
+                return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)
 
@@ -162,16 +162,16 @@ class Compilation:
             self.is_trained_whole = False
             return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
 
-    def _compile(self, inputs: list[Any], after_tracing: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
         self.num_inputs, self.weights = len(inputs), numbers_of_weights(inputs)
         compiler = aot_autograd(
-            fw_compiler=after_tracing(self.run_forward),
-            bw_compiler=after_tracing(self.run),
-            inference_compiler=after_tracing(self.run_inference),
-            partition_fn=after_tracing(self.partition_in_stretches),
+            fw_compiler=self.run_forward,
+            bw_compiler=self.run,
+            inference_compiler=self.run_inference,
+            partition_fn=self.partition_in_stretches,
             decompositions=DECOMPOSITIONS,
         )
         self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, self.options.strict)

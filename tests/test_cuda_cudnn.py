@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from streamfx.backend import Compilation
 from streamfx.runtime import attention, cuda_attention, cuda_cudnn, cuda_windows, kernels, plain_attention
 from streamfx.runtime.plain_attention import LAST, Last
-from streamfx.torch_private import no_cudnn_attention
+from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_kernels
 from tests.support.cuda_kernels import in_their_place
 from tests.support.cuda_reading import plain
@@ -238,37 +237,40 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
     assert hopper and calls == [(8, KEYS)]
 
 
-def test_the_operator_is_switched_off_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("masked", "by_name"), [(False, True), (True, True), (True, False)])
+def test_the_operator_is_switched_off_while_a_mask_is_traced(
+    masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gets -65504 for what a boolean mask hides (2.11); what is planned meanwhile finds it as the user has it."""
-    flags, planned = torch.backends.cuda, list[bool]()
-    plain, attention = Compilation.partition, torch._C._nn.scaled_dot_product_attention
-    traced = list[bool]()
+    flags, planned, traced = torch.backends.cuda, list[bool](), list[bool]()
+    plain = Compilation.partition
 
     def partition(self: Compilation, *given: Any, **more: Any) -> Any:
         planned.append(flags.cudnn_sdp_enabled())
         return plain(self, *given, **more)
 
-    class Watching(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is attention:
-                traced.append(flags.cudnn_sdp_enabled())
-            return function(*args, **(kwargs or {}))
+    def switched(on: bool) -> None:
+        traced.append(on)
+        switch(on)
 
-    def compiled(self: Compilation, *given: Any) -> Any:
-        with Watching():
-            return original(self, *given)
+    def model(q: Tensor, mask: Tensor) -> Tensor:
+        if masked and not by_name:
+            return F.scaled_dot_product_attention(q, q, q, mask).sum()
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask if masked else None, is_causal=not masked).sum()
 
-    original = Compilation._compile
+    switch = flags.enable_cudnn_sdp
     monkeypatch.setattr(Compilation, "partition", partition)
-    monkeypatch.setattr(Compilation, "_compile", compiled)
-    q = torch.randn(1, 2, 64, 8, requires_grad=True)
-    torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum(), backend="streambp")(q)
-    assert planned == [True] and traced and not any(traced) and flags.cudnn_sdp_enabled()
+    monkeypatch.setattr(flags, "enable_cudnn_sdp", switched)
+    q, mask = torch.randn(1, 2, 64, 8, requires_grad=True), torch.ones(64, 64, dtype=torch.bool).tril()
+    torch.compile(model, backend="streambp")(q, mask).backward()
+    assert planned == [True] and flags.cudnn_sdp_enabled()
+    assert (traced[:2] == [False, True]) if masked else not traced
 
 
-def test_a_user_who_allows_cudnn_alone_keeps_it() -> None:
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]), no_cudnn_attention():
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), no_cudnn_attention() as after_tracing:
-        assert not after_tracing(torch.backends.cuda.cudnn_sdp_enabled)()
+def test_a_user_who_allows_cudnn_alone_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]), NoMaskForCudnn():
+        monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: pytest.fail("the user's choice is changed"))
+        F.scaled_dot_product_attention(q, q, q, mask)
+        monkeypatch.undo()
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,48 @@ def test_a_crash_ends_the_child_and_nothing_else(child: Child, monkeypatch: pyte
     monkeypatch.setattr(trials, "LONGEST", 0.2)
     silence = asked(child, 60)
     assert not silence.is_right and "said nothing" in silence.why and child._process is None
+
+
+ODD = {  # what a child does with its first question, and what is said of it
+    "print('null', flush=True)": "gave an answer that cannot be read",
+    "print('[true]', flush=True)": "gave an answer that cannot be read",
+    "print('[' * 100000, flush=True)": "gave an answer that cannot be read",
+    "print(flush=True)": "gave an answer that cannot be read",
+    "os.write(1, b'[tr'); time.sleep(60)": "said nothing for 1 s",
+    "subprocess.Popen(['sleep', '60']); time.sleep(60)": "said nothing for 1 s",
+    "os.write(2, b'\\xff'); sys.exit(3)": "ended with code 3 (\ufffd)",
+    "os.close(1); time.sleep(60)": "closed its answers, and has not ended in 1 s",
+}
+
+
+@pytest.mark.parametrize("does", ODD)
+def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "LONGEST", 1)
+    monkeypatch.setattr(trials, "ENDING", 1)
+    child.command = [sys.executable, "-c", f"import os, subprocess, sys, time; sys.stdin.readline(); {does}"]
+    begun = time.monotonic()
+    assert asked(child, 4) == (False, f"the process that tried them {ODD[does]}", False)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_child_that_is_ending_is_asked_for_nothing(child: Child) -> None:
+    """It ends because nobody asked; the question that comes meanwhile is another child's."""
+    child.command = [sys.executable, "-c", "import time; input(); print('[true, \"\", true]', flush=True); time.sleep(0.5)"]
+    assert [asked(child, 4) for _ in range(2)] == [(True, "", True)] * 2
+
+
+def test_a_user_without_a_home_keeps_nothing(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    trials._folder.cache_clear()
+    try:
+        trials._keep("question", Outcome(True, ""))
+        assert trials._kept() == {}
+    finally:
+        trials._folder.cache_clear()
 
 
 @pytest.mark.parametrize("width", range(8, 257, 8))

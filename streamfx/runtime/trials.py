@@ -16,10 +16,12 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from importlib.metadata import version
@@ -38,6 +40,7 @@ from streamfx.torch_private.inductor import is_out_of_memory
 CLOSE = 0.03  # of the largest number: half types have three digits, or two
 IDLE = 5  # seconds without a question after which the child ends, and gives back its share of the device's memory
 MOST_KEPT = 200  # answers: those of old versions go
+ENDING = 10  # seconds that are waited for a process that ends
 LONGEST = 180  # seconds that one trial may take: the first one imports PyTorch and creates a CUDA context
 NOT_USED = (
     "%s: its kernels are not used on %s with %s: %s. Other kernels take their place: exact, but slower or with more memory."
@@ -181,53 +184,86 @@ class Child:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.command = [sys.executable, "-m", "streamfx.runtime.trials"]
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
     def answer(self, question: Question) -> Outcome:
-        """The child's answer; how it ended, if it gave none."""
+        """The child's answer; how it ended, if it gave none. If it was ending because nobody asked, another one is asked."""
+        is_old = self._process is not None
+        found, has_ended = self._answer(question)
+        return self._answer(question)[0] if is_old and has_ended else found
+
+    def _answer(self, question: Question) -> tuple[Outcome, bool]:
+        """The outcome, and whether the child had ended by itself, with nothing wrong."""
         try:
             process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            print(json.dumps(question), file=process.stdin, flush=True)
-            is_there, *_ = select.select([process.stdout], [], [], LONGEST)
-            line = process.stdout.readline() if is_there[:1] else ""
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.flush()
+            line = self._line(process)
         except OSError as error:
             self.stop()
-            return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False)
-        if line:
-            return Outcome(*json.loads(line))
-        why = f"the process that tried them {self._end(process) if is_there else f'said nothing for {LONGEST} s'}"
+            return Outcome(False, f"no process could be started to try them in ({told(error)})", lasts=False), False
+        if line is not None and line.endswith(b"\n"):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                is_right, why, lasts = json.loads(line)
+                return Outcome(bool(is_right), str(why), bool(lasts)), False
+            self.stop()
+            return Outcome(False, "the process that tried them gave an answer that cannot be read", lasts=False), False
+        why = f"said nothing for {LONGEST} s" if line is None else self._end(process)
+        has_ended = line is not None and process.returncode == 0
         self.stop()
-        return Outcome(False, why, lasts=False)
+        return Outcome(False, f"the process that tried them {why}", lasts=False), has_ended
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
+        """What the child writes until a line or its answers end; None if neither comes in time."""
+        assert process.stdout is not None
+        answers, until, found = process.stdout.fileno(), time.monotonic() + LONGEST, b""
+        while not found.endswith(b"\n"):
+            if not select.select([answers], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            part = os.read(answers, 1 << 16)
+            if not part:
+                break
+            found += part
+        return found
+
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             paths = [path or str(Path.cwd()) for path in sys.path]
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # the interrupt from the terminal is for this process
             )
         return self._process
 
-    def _end(self, process: subprocess.Popen[str]) -> str:
-        code = process.wait(10)
+    def _end(self, process: subprocess.Popen[bytes]) -> str:
+        try:
+            code = process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            return f"closed its answers, and has not ended in {ENDING} s"
         self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or [""]
+        lines = self._errors.read().decode(errors="replace").strip().splitlines() or [""]
         return f"ended with code {code} ({lines[-1][:200]})"
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and those that it started. One that hangs in the driver is not waited for."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):  # what was not read by the child
+                    assert pipe is not None
+                    pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ENDING)
         if self._errors is not None:
             self._errors.close()
         self._process = self._errors = None
@@ -258,8 +294,11 @@ def main() -> None:
 
 
 @cache
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamfx"
+def _folder() -> Path | None:
+    """None where this user has no home, as in some containers."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamfx"
+    return None
 
 
 @cache
@@ -276,20 +315,27 @@ def _key(question: Question, index: int) -> str:
 
 
 def _kept() -> dict[str, Outcome]:
+    folder = _folder()
     try:
-        found = json.loads((_folder() / "trials.json").read_text())
+        found = json.loads((folder / "trials.json").read_text()) if folder is not None else {}
         return {key: Outcome(bool(is_right), str(why)) for key, (is_right, why, _) in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or something else wrote it
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # there is none, or something else wrote it
         return {}
 
 
 def _keep(key: str, outcome: Outcome) -> None:
     """Write an answer down; a folder that cannot be written to costs the next process a trial."""
+    folder = _folder()
+    if folder is None:
+        return
     with contextlib.suppress(OSError):
-        _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             json.dump({**dict(list(_kept().items())[-MOST_KEPT:]), key: outcome}, file)
-        Path(file.name).replace(_folder() / "trials.json")
+        try:
+            Path(file.name).replace(folder / "trials.json")
+        except OSError:
+            Path(file.name).unlink()
 
 
 if __name__ == "__main__":

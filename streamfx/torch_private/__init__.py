@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -297,36 +296,26 @@ def tracing_undone() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def no_cudnn_attention() -> Iterator[Callable[[Callable[..., T]], Callable[..., T]]]:
-    """Trace `scaled_dot_product_attention` to another operator than cuDNN's: loops choose their kernels themselves.
+class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
+    """Trace `scaled_dot_product_attention` with a mask to another operator than cuDNN's.
 
     2.11 hands cuDNN -65504 for what a boolean mask hides (pytorch#177842), from which no pass can prove that a key is hidden; the
-    other operators get minus infinity. A user who allows cuDNN alone keeps it (2.11, 2.13).
-
-    Returns:
-        A decorator of functions that find the user's own setting: those that ask which kernels will run.
+    other operators get minus infinity. Loops choose their kernels themselves. Who allows cuDNN alone keeps it (2.11, 2.13).
     """
-    flags = torch.backends.cuda
-    users = flags.cudnn_sdp_enabled()
 
-    def as_user_has_it(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def run(*given: Any, **more: Any) -> T:
-            now = flags.cudnn_sdp_enabled()
-            flags.enable_cudnn_sdp(users)
-            try:
-                return function(*given, **more)
-            finally:
-                flags.enable_cudnn_sdp(now)
-
-        return run
-
-    flags.enable_cudnn_sdp(users and not (flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()))
-    try:
-        yield as_user_has_it
-    finally:
-        flags.enable_cudnn_sdp(users)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        mask = args[3] if len(args) > 3 else given.get("attn_mask")
+        if func is not torch.nn.functional.scaled_dot_product_attention or mask is None:
+            return func(*args, **given)
+        flags = torch.backends.cuda
+        if not (flags.cudnn_sdp_enabled() and flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()):
+            return func(*args, **given)
+        flags.enable_cudnn_sdp(False)
+        try:
+            return func(*args, **given)
+        finally:
+            flags.enable_cudnn_sdp(True)
 
 
 def while_traced(function: Callable[[], T]) -> Callable[[], T]:
