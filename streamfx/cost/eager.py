@@ -116,6 +116,7 @@ class _Marks:
 
     def noted(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         def note(marks: list[tuple[int, Mark]]) -> None:
+            self.meter.flush()  # layers are compiled one by one: what one hands on is in memory
             marks.append((number, Mark(len(self.recorder.points), self.meter.work)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
