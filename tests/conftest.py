@@ -15,6 +15,8 @@ import streamfx
 from streamfx.passes.operators.rules import RULES
 from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime import visible
+from streamfx.runtime.loop import Loop
+from streamfx.torch_private import FakeTensor
 from tests.support.goldens import golden, recorded
 from tests.support.precision import widen_models
 from tests.support.shares import SHARES, taken
@@ -101,6 +103,20 @@ def fresh_compiler() -> Iterator[None]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a few rows are taken apart as those of long chunks are."""
     monkeypatch.setattr(visible, "LEAST_ROWS", 2)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop's buffer that is read before it is written shows in each result: zeros by chance would hide it."""
+    plain = Loop._new_buffer
+
+    def new_buffer(self: Loop, item: Any, env: Any, zeroed: bool) -> torch.Tensor:
+        made = plain(self, item, env, zeroed)
+        if zeroed or isinstance(made, FakeTensor) or made.is_meta or not (made.is_floating_point() or made.is_complex()):
+            return made
+        return made.fill_(torch.nan)
+
+    monkeypatch.setattr(Loop, "_new_buffer", new_buffer)
 
 
 @pytest.fixture
