@@ -247,7 +247,7 @@ def in_a_picture(figures: Figures) -> str:
         f"A step of Qwen3-8B on {found['length']:,} tokens, all parameters trained, in bfloat16, no optimizer, no offload:\n"
         f"**{ours:.0f} GiB** at the peak, parameters and gradients included, for {theirs:.0f} GiB with gradient checkpointing\n"
         f"({in_chunks:.0f} GiB if its loss runs in chunks, too): {theirs / ours:.1f} times less, in\n"
-        f"{found['seconds'] / other['compiled_seconds']:.2f} of its time, compiled, too, predicted by `streamfx plan`."
+        f"{found['seconds'] / other['compiled_seconds']:.2f} of its time (both compiled), predicted by `streamfx plan`."
     )
 
 
