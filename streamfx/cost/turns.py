@@ -102,6 +102,7 @@ class Turns:
         return found
 
     def _each(self, function: Callable[..., Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+        """The results, with all turns followed: between turns, in both halves, nothing is pending."""
         found: list[Tensor] = []
         for piece in pieces:
             self.meter.flush()

@@ -90,12 +90,9 @@ def barriers() -> Iterator[None]:
     plain = TritonKernel.codegen_body
 
     def codegen_body(self: Any) -> None:
-        begun = len(self.body._lines)
-        if self.__dict__.get("has_loop"):
+        if any(str(getattr(line, "line", line)).lstrip().startswith("for ") for line in self.body._lines):
             self.body.writeline("tl.debug_barrier()")
         plain(self)
-        lines = [str(getattr(line, "line", line)) for line in self.body._lines[begun:]]
-        self.has_loop = self.__dict__.get("has_loop", False) or any(line.lstrip().startswith("for ") for line in lines)
 
     with mock.patch.object(TritonKernel, "codegen_body", codegen_body):
         yield
