@@ -17,11 +17,12 @@ from streamfx.arguments import refuse_unless, refusing
 from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
-from streamfx.cost.inductor import compiles_whole
+from streamfx.cost.inductor import compiles_whole, uses_inductor
+from streamfx.cost.memory import cost_of
 from streamfx.errors import IntegrationError, NotStreamed, OptionError, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
-from streamfx.ir.facts import Facts
-from streamfx.ir.joint import outputs_of
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.joint import graph_copy, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.lazy import Deferral, defer_outputs
@@ -35,16 +36,16 @@ from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
-from streamfx.passes.partition.fit import fits_whole, may_fit_whole
+from streamfx.passes.partition.in_one_piece import Halves, bytes_at_least, fits_whole, may_fit_whole, may_stand, smaller_than
 from streamfx.passes.recurrences.block_products import with_block_products
 from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
-from streamfx.report.brief import log_brief, priced
+from streamfx.report.brief import log_brief, predicted, priced
 from streamfx.report.first_step import note
 from streamfx.report.no_gain import tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_strict
+from streamfx.report.reasons import check_strict, why_smaller
 from streamfx.report.stages import place_loops
 from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
@@ -133,6 +134,7 @@ class Compilation:
     tell = staticmethod(tell_of_no_gain)
     exchange: Exchange | None = None  # with other ranks
     weights: Sequence[int] = ()  # by number, so that two models are told apart
+    standing: Halves | None = None  # what runs where the graph as it stood takes less memory than its loops
     is_trained_whole: bool = False  # Inductor got a step as Dynamo gave it, and nothing was found out about it
 
     def __post_init__(self) -> None:
@@ -241,8 +243,7 @@ class Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
 
-        def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
-            partition = min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition
+        def partitioned(partition: Callable[..., Any], joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partition(
                 joint,
                 joint_inputs,
@@ -250,6 +251,12 @@ class Compilation:
                 static_lifetime_input_indices=static_lifetime_input_indices,
                 **others,
             )
+
+        def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
+
+        def copied(partition: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partitioned(partition, fx.GraphModule(joint, graph_copy(joint.graph)))
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
@@ -265,8 +272,10 @@ class Compilation:
             halves = plain()
             if self.fits_as_it_stands(whole, *halves):
                 return halves
-        facts = self.analysed(capture)
+        facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
         self.tell(facts, self.options)
+        if self.standing is not None:
+            return self.standing
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
             return plain()
         return facts.program.forward, facts.program.backward
@@ -317,8 +326,8 @@ class Compilation:
         """Let Inductor have the graph as Dynamo gave it."""
         raise FitsWhole
 
-    def analysed(self, capture: Callable[[], Facts]) -> Facts:
-        """The facts after all passes; without a program where the graph is to run as it stood."""
+    def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
+        """The facts after all passes; without a program where the graph is to run as it stood. `ways` make halves that do so."""
         try:
             asked = f"{self.options.ordering()} {self.weights}"
             with doing("planning", self.options.progress):
@@ -333,8 +342,36 @@ class Compilation:
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+        facts = self.unless_smaller(facts, capture, ways) if may_stand(facts, self.options) else facts
         self.found(facts)
+        if facts.fits == "compiled":
+            self.hand_over()
         return facts
+
+    def unless_smaller(self, facts: Facts, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
+        """The facts without a program, and the halves to run, where the graph as it stood takes less memory than its loops."""
+        program, num_outputs = known(facts.program), len(facts.joint.outputs)
+        ours = predicted(facts).peak
+        piece = smaller_than(ours, ways, num_outputs) if bytes_at_least(capture().joint) < ours else None
+        if piece is None:
+            return facts
+
+        def holds(lengths: Lengths) -> bool:
+            others = cost_of(program.forward, program.backward, num_outputs).peak
+            return cost_of(*piece.halves, num_outputs).peak <= others
+
+        now = Lengths.now(facts.joint.graph)
+        furthest = now.furthest(holds, close=2) if now else None
+        if now and furthest == now:
+            return facts  # a decision for these lengths alone: each longer call would be compiled again
+        compiled = (
+            program.backward is not None
+            and uses_inductor(self.options, facts.joint.graph)
+            and piece.cost.peak + self.deferred_bytes() <= ours
+        )
+        self.standing = piece.halves
+        why = why_smaller(ours, piece.cost.peak)
+        return replace(capture(), stands=why, fits="compiled" if compiled else None, lengths=furthest)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
@@ -360,7 +397,7 @@ class Compilation:
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))
         capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), weights, patterns)
-        facts = self.analysed(capture)
+        facts = self.analysed(capture, [lambda: (module, None)])
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
 

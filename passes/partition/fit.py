@@ -22,13 +22,12 @@ from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_valu
 from streamfx.errors import OverBudget
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
-from streamfx.ir.joint import JointGraph, device_of, outputs_of
+from streamfx.ir.joint import device_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import LEAST_ROWS, AutoChunk, ChunkSize
 from streamfx.ir.program import Program
 from streamfx.log import log
 from streamfx.options import SAVE_LEVELS, Options, least_save
-from streamfx.passes.operators.aliasing import memories
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
 from streamfx.passes.partition.plan import Plan
@@ -75,38 +74,6 @@ def kept_bytes(facts: Facts) -> int:
     """Bytes of what a plan keeps on the device beside the outputs of stages."""
     waiting = {node for nodes in facts.plan.offloaded for node in nodes}
     return sum(bytes_like(node.meta["val"]) for nodes in facts.plan.kept for node in nodes if node not in waiting)
-
-
-def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
-    """Whether what the backward half reads of the forward half leaves room in the budget: halves that cannot fit are not made.
-
-    Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
-    what is kept is not known yet.
-    """
-    if any("recompute" in node.meta for node in joint.graph.nodes):
-        return True
-    held = held_bytes(joint.graph, joint.tangents)
-    left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
-    read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
-    kept = {node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function"}
-    return sum(bytes_like(node.meta.get("val")) for node in kept) <= left
-
-
-def fits_whole(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
-) -> bool:
-    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks.
-
-    They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
-    outputs that the halves do not make.
-    """
-    held, made = held_bytes(forward.graph), outputs_of(backward.graph)
-    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
-    try:
-        return cost_of(forward, backward, num_outputs).peak <= left
-    except Exception as error:  # an operator that only a tracer can run
-        log.info("not known whether the graph fits as it stands: %s", error)
-        return False
 
 
 @dataclass

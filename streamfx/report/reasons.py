@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from streamfx.budget import in_bytes
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
@@ -25,6 +26,10 @@ MOST = 160  # characters of an unexpected error that a report shows
 FEW = 3  # operators that a reason names
 OF_SUBSTANCE = 32  # an operator matters if its widest operand is at least this part of the widest value of the graph
 
+SMALLER = (
+    "the graph as it stands takes {other} at the peak for activations and gradients, and loops over chunks {ours}, so nothing is "
+    "cut into chunks; chunk_size=... cuts it all the same"
+)
 FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
 NO_RULE = (
     "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; where it has a state, "
@@ -158,11 +163,16 @@ def _is_of_recurrent_layer(node: fx.Node) -> bool:
     return any("torch.nn.modules.rnn." in name and "Cell" not in name for name in names)
 
 
+def why_smaller(ours: int, other: int) -> str:
+    """Why a graph runs as it stood that could be cut into chunks."""
+    return SMALLER.format(ours=in_bytes(ours), other=in_bytes(other))
+
+
 def why_no_stages(facts: Facts) -> str:
     """Why a graph has no stages at all."""
     if facts.fits is not None:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
-        return f"{FITS}{runs}"
+        return f"{facts.stands or FITS}{runs}"
     if facts.failed:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:

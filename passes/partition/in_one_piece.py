@@ -1,0 +1,130 @@
+"""What does a graph take that runs as it stood, with nothing cut into chunks?
+
+AOTAutograd's partitioners make the halves that would run without us. Where these fit into the memory budget, or take less than
+the loops, they run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import fx
+
+from streamfx.budget import bytes_of
+from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.errors import told
+from streamfx.ir.facts import Facts
+from streamfx.ir.joint import JointGraph, device_of, outputs_of
+from streamfx.log import log
+from streamfx.options import Options
+from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.collectives import has_collectives
+from streamfx.passes.operators.traits import is_expensive
+from streamfx.passes.partition.chunk_sizes import gradient_bytes
+from streamfx.passes.partition.fit import held_bytes
+
+Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
+TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
+LEAVES_OPEN = {"chunk_size": "auto", "loss_chunk_size": "auto", "save": "auto", "keep_every": "auto", "offload": "none"}
+LEAVES_OPEN |= {"memory_budget": None, "adjoints": "exact", "strict": False}
+
+
+@dataclass(frozen=True)
+class InOnePiece:
+    """Halves of a graph as it stood, and what a step through them costs."""
+
+    halves: Halves
+    cost: Cost
+
+
+def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
+    """Whether what the backward half reads of the forward half leaves room in the budget: halves that cannot fit are not made.
+
+    Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
+    what is kept is not known yet.
+    """
+    if any("recompute" in node.meta for node in joint.graph.nodes):
+        return True
+    held = held_bytes(joint.graph, joint.tangents)
+    left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
+    read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
+    kept = {node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function"}
+    return sum(bytes_like(node.meta.get("val")) for node in kept) <= left
+
+
+def fits_whole(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
+) -> bool:
+    """Whether the two halves that AOTAutograd would run stay within the budget, with nothing cut into chunks.
+
+    They keep all that the backward half asks for, which is more than Inductor keeps of the same graph. `others` are bytes of
+    outputs that the halves do not make.
+    """
+    held, made = held_bytes(forward.graph), outputs_of(backward.graph)
+    left = bytes_of(budget, device_of(forward.graph), held, gradient_bytes(made)) - held - others
+    try:
+        return cost_of(forward, backward, num_outputs).peak <= left
+    except Exception as error:  # an operator that only a tracer can run
+        log.info("not known whether the graph fits as it stands: %s", error)
+        return False
+
+
+def may_stand(facts: Facts, options: Options) -> bool:
+    """Whether loops may be given up for the graph as it stood: no option asks for them, and no other rank has to agree."""
+    asks = any(getattr(options, name) != value for name, value in LEAVES_OPEN.items())
+    return facts.program is not None and not asks and not has_collectives(facts.joint.graph)
+
+
+def smaller_than(peak: int, ways: Iterable[Callable[[], Halves]], num_outputs: int) -> InOnePiece | None:
+    """The smallest of some ways to run a graph in one piece, where it takes less than `peak` bytes by more than is tolerated."""
+    found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
+    least = min(found, key=lambda piece: piece.cost.peak, default=None)
+    return least if least is not None and least.cost.peak * TOLERATED < peak else None
+
+
+def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | None:
+    try:
+        halves = make()
+        return InOnePiece(halves, cost_of(*halves, num_outputs))
+    except Exception as error:  # an operator that only a tracer can run
+        log.info("not known what the graph takes as it stands: %s", told(error))
+        return None
+
+
+def bytes_at_least(joint: JointGraph) -> int:
+    """Bytes that are surely alive at once where a graph runs in one piece, whatever is fused and made again.
+
+    A product reads its operands from memory and writes its result there, and no partitioner makes a product again: results that
+    the backward half reads are kept until its last read. Gradients stay until the end.
+    """
+    nodes = joint.nodes
+    together = max((_bytes({node, *_made(node.all_input_nodes)}) for node in nodes if is_expensive(node)), default=0)
+    return max(together, *_alive_in_backward(joint, nodes))
+
+
+def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
+    """Bytes of kept products and of gradients, after each operator of the backward half."""
+    backward = [node for node in nodes if node not in joint.forward]
+    last = {source: node for node in backward for source in _made(node.all_input_nodes) if source in joint.forward}
+    last = {source: node for source, node in last.items() if is_expensive(source)}
+    read_last, alive = Counter[fx.Node](), _bytes(last)
+    for source, node in last.items():
+        read_last[node] += _bytes((source,))
+    gradients = _made(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
+    yield alive
+    for node in backward:
+        alive += _bytes(gradients & {node})
+        yield alive
+        alive -= read_last[node]
+
+
+def _made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The values whose memory these show, but for those that are given."""
+    return {memory for node in nodes for memory in memories(node) if memory.op == "call_function"}
+
+
+def _bytes(values: Iterable[fx.Node]) -> int:
+    return sum(bytes_like(node.meta.get("val")) for node in values)
