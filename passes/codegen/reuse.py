@@ -2,19 +2,22 @@
 
 The gradient that enters a stage's backward loop is read row by row, and the gradient that leaves it is written row by row, the
 same rows in the same iteration. Where nothing else uses the first, the second takes its place: one buffer of T x d serves all
-stages.
+stages. A chunk's rows that lie in fresh memory need not be copied at all where there is one chunk.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
-from streamfx.ir.program import LoopSpec, Part, Stacked
+from streamfx.ir.program import BufferPart, LoopSpec, Part, Same, Stacked
 from streamfx.passes.operators.aliasing import memories
 from streamfx.runtime.loop import Loop
+from streamfx.torch_private import OpOverload
 
 
 def reuse_buffers(module: fx.GraphModule) -> None:
@@ -34,6 +37,27 @@ def reuse_buffers(module: fx.GraphModule) -> None:
                     taken.add(index)
                     break
         loop.spec = replace(loop.spec, yields=tuple(yields))
+    for loop in module.children():
+        if isinstance(loop, Loop):
+            loop.spec = _with_fresh(loop.spec)
+
+
+def _with_fresh(spec: LoopSpec) -> LoopSpec:
+    """The loop with a mark at results that its body makes in memory of their own."""
+    outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
+    given = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
+    numbers = {node for node, feed in given if not isinstance(feed, (Same, Part, BufferPart))}
+    shown = [memories(output) - numbers for output in outputs]
+    count = Counter(memory for memories_of_one in shown for memory in memories_of_one)
+    fresh = [len(own) == 1 and all(count[memory] == 1 and _is_made(memory) for memory in own) for own in shown]
+    yields = [replace(item, is_fresh=fresh[i]) if isinstance(item, Stacked) else item for i, item in enumerate(spec.yields)]
+    return replace(spec, yields=tuple(yields))
+
+
+def _is_made(memory: fx.Node) -> bool:
+    """Whether an operator of torch made a value, and not something that may keep it."""
+    producer = memory.all_input_nodes[0] if memory.target is operator.getitem else memory
+    return producer.op == "call_function" and isinstance(producer.target, OpOverload)
 
 
 def _dies_here(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:

@@ -52,7 +52,6 @@ class SampledLoop(Loop):
         self._costs: dict[int, Work] = {}
         self._upcoming: Iterator[int] = iter(())
         self._is_known = False
-        self._upcoming_terms: Iterator[str] = iter(())
         self._marks: list[tuple[int, int]] = []  # a chunk's position, and how many points were recorded before it
 
     def chunks(self, length: int, env: Env) -> Sequence[Chunk]:
@@ -72,7 +71,6 @@ class SampledLoop(Loop):
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
         self._is_known, self._costs, self._marks = key in self.known, {}, []
-        self._upcoming_terms = iter((*self.terms.buffers, *self._new_results()))
         before, alive = self.meter.work, dict(self.meter.live_terms)
         with self.meter.recorded_apart() as recorder:
             if self._is_known:
@@ -134,21 +132,25 @@ class SampledLoop(Loop):
         finally:
             self.meter.term = before
 
-    def _new_results(self) -> Iterator[str]:
-        """The terms of results that get memory of their own."""
-        stacked = [item for item in self.spec.yields if isinstance(item, Stacked)]
-        return (term for item, term in zip(stacked, self.terms.stacked, strict=True) if item.reuse is None)
+    def _term(self, item: Buffer | Stacked) -> str:
+        """What memory of a buffer, or of a result, is counted under."""
+        stacked = [own for own in self.spec.yields if isinstance(own, Stacked)]
+        terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
+        return next(term for own, term in terms if own is item)
+
+    def _adopted(self, item: Stacked, made: Tensor) -> Tensor:
+        self.meter.rename(made, self._term(item))
+        return made
 
     def _result(self, item: Stacked, tensors: Sequence[Any], env: Env) -> Tensor:
         """Memory that is written over is counted under what it holds from then on."""
         found = super()._result(item, tensors, env)
         if item.reuse is not None:
-            stacked = [own for own in self.spec.yields if isinstance(own, Stacked)]
-            self.meter.rename(found, self.terms.stacked[next(i for i, own in enumerate(stacked) if own is item)])
+            self.meter.rename(found, self._term(item))
         return found
 
     def _new_buffer(self, item: Buffer | Stacked, env: Env, zeroed: bool) -> Tensor:
-        with self._named(next(self._upcoming_terms)):
+        with self._named(self._term(item)):
             return super()._new_buffer(item, env, zeroed)
 
     def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:

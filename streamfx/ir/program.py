@@ -119,13 +119,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A result whose chunks are put side by side; `reuse` is an argument that may be overwritten with it, row by row."""
+    """A result whose chunks are put side by side; `reuse` is an argument that may be overwritten with it, row by row.
+
+    `is_fresh` says that an operator of the body makes a chunk's rows in memory that nothing else shows: those of a single chunk
+    may be the result themselves.
+    """
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
     device: torch.device
     placement: Placement
     reuse: int | None = None
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True)

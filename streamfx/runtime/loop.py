@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -34,7 +35,7 @@ class Loop(nn.Module):
         self.compiled: CompiledBody | None = None  # runs in place of the body
         self.place: Place | None = None  # measured are loops that have one
         self._sizes: dict[Size, Callable[[Env], int]] = {}
-        self._written: tuple[LoopSpec, tuple[Run, Masks]] | None = None
+        self._written: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
         """Bounds of the chunks, in the order in which they run."""
@@ -58,21 +59,27 @@ class Loop(nn.Module):
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
-        results = [self._result(item, tensors, env) for item in spec.yields if isinstance(item, Stacked)]
+        stacked = [item for item in spec.yields if isinstance(item, Stacked)]
+        is_single = chunks == 1 and len(bounds) == 1
+        make = partial(self._once_made, [*tensors, *buffers]) if is_single else self._result
+        results: list[Any] = [make(item, tensors, env) for item in stacked]
         if len(bounds):
-            code, masks = self._code()
+            code, masks = self._code(is_single)
             given = bounds, step, chunks, env, tensors, buffers, results
             with coming(lambda program: _upcoming(masks, program, given)) if masks else nullcontext():
                 code(run, *given)
         kept = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, Kept))
         return (*results, *kept)
 
-    def _code(self) -> tuple[Run, Masks]:
-        """What runs for the chunks, written when it is first asked for."""
+    def _code(self, is_single: bool) -> tuple[Run, Masks]:
+        """What runs for the chunks, or for a single one, written when it is first asked for."""
         spec, known = self.spec, self._written
         if known is None or known[0] is not spec:
-            known = self._written = spec, (written_loop(spec), _masks_of(spec))
-        return known[1]
+            known = self._written = spec, {}, _masks_of(spec)
+        _, codes, masks = known
+        if is_single not in codes:
+            codes[is_single] = written_loop(spec, is_single)
+        return codes[is_single], masks
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
         """What runs the body for these chunks."""
@@ -109,9 +116,37 @@ class Loop(nn.Module):
             return reused
         return self._new_buffer(item, env, zeroed=False)
 
+    def _once_made(self, given: list[Any], item: Stacked, tensors: Sequence[Any], env: Env) -> Callable[..., tuple[Tensor, bool]]:
+        """What gives the result of a single chunk, once its rows are made, and whether these are still to be put there: they are
+        the result themselves where they lie as it does.
+
+        What is `given` to the loop, or a result already, is not taken for another.
+        """
+        shape = [self.size(size, env) for size in item.shape]
+
+        def result(made: Tensor) -> tuple[Tensor, bool]:
+            if not is_alone(made, item, given):
+                return self._result(item, tensors, env), True
+            given.append(made)
+            return self._adopted(item, made).view(shape), False
+
+        return result
+
+    def _adopted(self, item: Stacked, made: Tensor) -> Tensor:
+        return made
+
     def _finished(self, item: Kept, buffers: Sequence[Tensor], env: Env) -> Tensor:
         total, count = buffers[item.buffer], self.size(item.count, env)
         return (total / count if count != 1 else total).to(item.dtype)
+
+
+def is_alone(made: Tensor, item: Stacked, given: Iterable[Any]) -> bool:
+    """Whether rows lie in memory of their own, all of it, in the order of a result."""
+    if not item.is_fresh or (made.dtype, made.device) != (item.dtype, item.device):
+        return False
+    storage = made.untyped_storage()
+    others = (value.untyped_storage() for value in given if isinstance(value, Tensor))
+    return made.is_contiguous() and storage.nbytes() == made.nbytes and all(other._cdata != storage._cdata for other in others)
 
 
 def _masks_of(spec: LoopSpec) -> Masks:

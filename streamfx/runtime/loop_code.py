@@ -207,15 +207,23 @@ def put(own: Tensor, rows: Tensor) -> None:
     own.copy_(rows if rows.shape == own.shape else rows.reshape(own.shape))
 
 
-def written_loop(spec: LoopSpec) -> Callable[..., None]:
-    """loop(run, bounds, step, chunks, env, tensors, buffers, results): runs the body for all chunks, and fills the results."""
+def written_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
+    """loop(run, bounds, step, chunks, env, tensors, buffers, results): runs the body for all chunks, and fills the results.
+
+    Of a single chunk `results` are functions of the rows that were made: they give the result, and whether it is still empty.
+    """
     writer = LoopWriter(spec)
     stacked = [item for item in spec.yields if isinstance(item, Stacked)]
     feeds = writer.feeds(range(len(spec.feeds)))
     made = [f"made_{i}" for i in range(len(stacked))]
     body = [f"[{', '.join(made)}] = run({', '.join(feeds)})"]
     for i, item in enumerate(stacked):
-        body.append(f"put({writer.part(Code(f'result_{i}'), ((item.placement, None),), view=True)}, made_{i})")
+        result = Code(f"results[{i}]" if is_single else f"result_{i}", moves=is_single)
+        put = f"put({writer.part(result, ((item.placement, None),), view=True)}, made_{i})"
+        if is_single:
+            body.append(f"results[{i}], is_empty = result_{i}(made_{i})")
+            put = f"if is_empty: {put}"
+        body.append(put)
     body += [" = ".join([*made, "None"])] if made else []
     return _function(_text(writer, body, len(stacked)))
 

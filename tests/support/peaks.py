@@ -1,0 +1,58 @@
+"""The most bytes that a step of a program has alive, with streamfx and without: measured while real steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from streamfx.cost.meter import Meter
+from streamfx.passes.operators.rules import DECOMPOSITIONS
+from streamfx.torch_private import aot_autograd, default_partition, min_cut_rematerialization_partition
+from tests.support.exactness import boxed
+
+TOLERATED = 1.02
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes beyond parameters and inputs."""
+
+    ours: int
+    others: tuple[int, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Of the smaller of both partitions."""
+        return self.ours / max(min(self.others), 1)
+
+
+def peaks(model: nn.Module, loss_of: Callable[[Any], Tensor], **options: Any) -> Peaks:
+    """Peaks of the step `loss_of(model).backward()`, with default options unless others are given."""
+    ours = peak(model, loss_of, "streambp", options={"bodies": "eager", **options})
+    ways = (default_partition, min_cut_rematerialization_partition)
+    return Peaks(ours, tuple(peak(model, loss_of, partitioned(way)) for way in ways))
+
+
+def partitioned(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that runs the halves of one of AOTAutograd's partitions, operator by operator."""
+
+    def run(module: fx.GraphModule, inputs: Any) -> Any:
+        return boxed(lambda arguments: fx.Interpreter(module).boxed_run(arguments))
+
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=run, partition_fn=partition, decompositions=DECOMPOSITIONS)
+    return backend
+
+
+def peak(model: nn.Module, loss_of: Callable[[Any], Tensor], backend: Any, **others: Any) -> int:
+    """The peak of a step after the first, which compiles."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, **others)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with Meter() as meter:
+            loss_of(compiled).backward()
+    return meter.peak

@@ -1,0 +1,130 @@
+"""No graph takes more memory than it would take without streamfx: measured on real steps, with default options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.cost.meter import Meter
+from streamfx.ir.joint import joint_graph
+from streamfx.passes.partition.in_one_piece import bytes_at_least
+from tests.support.exactness import gradient_errors, outcome, recorder
+from tests.support.peaks import TOLERATED, peaks
+from tests.support.spread import only
+
+Loss = Callable[[Any], Tensor]
+
+
+def linear() -> tuple[nn.Module, Loss]:
+    """One product and a sum: its gradient is expanded, which takes no memory."""
+    x = torch.randn(1, 4000, 8, dtype=torch.float64)
+    return nn.Linear(8, 8).double(), lambda model: model(x).sum()
+
+
+def multilayer() -> tuple[nn.Module, Loss]:
+    x = torch.randn(2, 100, 8, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    return layers.double(), lambda model: model(x).square().mean()
+
+
+def convolutions() -> tuple[nn.Module, Loss]:
+    x, labels = torch.randn(4, 3, 12, 12, dtype=torch.float64), torch.tensor([1, 0, 3, 2])
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(*layers).double(), lambda model: F.cross_entropy(model(x), labels)
+
+
+class Attention(nn.Module):
+    """A short decoder, whose chunks are as long as its sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(30, 16), nn.Linear(16, 48), nn.Linear(16, 30)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+def decoder() -> tuple[nn.Module, Loss]:
+    ids = torch.randint(0, 30, (2, 12))
+    return Attention().double(), lambda model: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def wide_head() -> tuple[nn.Module, Loss]:
+    """Hidden values that are small beside what one row of the head takes."""
+    x, labels = torch.randn(1, 40, 4, dtype=torch.float64), torch.randint(0, 900, (40,))
+    return nn.Linear(4, 900).double(), lambda model: F.cross_entropy(model(x)[0], labels)
+
+
+PROGRAMS = (linear, multilayer, convolutions, decoder, wide_head)
+
+
+@pytest.mark.parametrize("make", only(PROGRAMS[:2], PROGRAMS), ids=lambda make: make.__name__)
+def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
+    torch.manual_seed(0)
+    model, loss = make()
+    assert peaks(model, loss).ratio <= TOLERATED
+
+
+def test_chunks_that_are_asked_for_are_made() -> None:
+    x = torch.randn(1, 400, 8)
+    model = nn.Linear(8, 8)
+    open_, asked = (streamfx.explain(lambda x: model(x).sum(), x, **options) for options in ({}, {"chunk_size": 100}))
+    assert [stage.kind for stage in open_.stages] == ["whole"]
+    assert [stage.kind for stage in asked.stages] == ["streamed"]
+    (reason,) = open_.stages[0].reasons
+    assert "as it stands takes" in reason and "chunk_size" in reason
+
+
+def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
+    """Dynamic rows: the decision holds up to a length, beyond which the graph is compiled anew."""
+    torch.manual_seed(0)
+    model, backend = multilayer()[0], recorder(bodies="eager")
+    compiled = torch.compile(model, backend=backend)
+    for rows in (50, 60, 70, 900):
+        x = torch.randn(2, rows, 8, dtype=torch.float64, requires_grad=True)
+        truth, found = outcome(model, model, (x,)), outcome(compiled, model, (x,))
+        assert max(gradient_errors(found.gradients, truth.gradients).values()) < 1e-12
+    assert all(facts.stands for facts in backend.facts)
+    assert len(backend.facts) <= 3
+
+
+def test_evaluation_runs_the_smaller_forward_half() -> None:
+    x = torch.randn(1, 400, 8)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    with torch.no_grad():
+        peaks = []
+        for compiled in (model, torch.compile(model, backend="streambp", options={"bodies": "eager"})):
+            compiled(x)
+            with Meter() as meter:
+                compiled(x)
+            peaks.append(meter.peak)
+    assert peaks[1] <= TOLERATED * peaks[0]
+
+
+def test_what_any_run_in_one_piece_holds() -> None:
+    """A product's operands and result; results that the backward half reads, and gradients that are there by then."""
+    graph = torch.fx.Graph()
+    x, w, g = (graph.placeholder(name) for name in "xwg")
+    for node, shape in ((x, (10, 4)), (w, (4, 5)), (g, (10, 5))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+
+    def call(target: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda item: item.meta["val"]))
+        return node
+
+    y = call(torch.ops.aten.mm.default, x, w)
+    out = call(torch.ops.aten.sigmoid.default, y)
+    dy = call(torch.ops.aten.mul.Tensor, g, y)
+    dw = call(torch.ops.aten.mm.default, call(torch.ops.aten.t.default, x), dy)
+    graph.output([out, None, dw])
+    joint = joint_graph(graph, 2, 1)
+    assert bytes_at_least(joint) == max(4 * 50, 4 * (50 + 20), 4 * (50 + 20))
