@@ -20,10 +20,13 @@ def laid_out(value: Any, *strides: int) -> Any:
 
 
 def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
-    """A view of a value's memory, in sizes and strides (`where`), that begins so many elements behind the value."""
+    """A tensor in a value's memory, in sizes and strides (`where`), that begins so many elements behind the value.
+
+    Autograd knows it as no view: a view of a tensor that requires gradients requires them, too, even if the code has detached it.
+    """
     sizes, strides = where[:rank], where[rank:]
     if dtype == base.dtype:
-        return base.as_strided(sizes, strides, base.storage_offset() + offset)
+        return base.as_strided(sizes, strides, base.storage_offset() + offset).detach()
     begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
     return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
 
@@ -49,7 +52,7 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
 
 
 def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
+    """Parts of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
     reaches = [
@@ -58,7 +61,7 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
         if 0 not in shape
     ]
     memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
-    made = [memory.as_strided(shape, own, begin) for shape, begin, own in zip(shapes, begins, strides, strict=True)]
+    made = [memory.as_strided(shape, own, begin).detach() for shape, begin, own in zip(shapes, begins, strides, strict=True)]
     for view, value, own in zip(made, values, strides, strict=True):
         _without_repeats(view, own).copy_(_without_repeats(value, own))
     return made
