@@ -71,6 +71,12 @@ from streamfx.torch_private.sizes import pair_dimensions
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
 
 
+PARTLY_ON_META = (
+    "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
+    "cannot trace it (%s). Move all inputs to one device."
+)
+
+
 class FitsWhole(Exception):
     """Raised while a graph is partitioned: it fits as it stands, so that Inductor gets it and nothing is partitioned here."""
 
@@ -115,6 +121,11 @@ from_environment()  # a bad one is said where the backend is asked for, not at t
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
 
 
+def is_partly_on_meta(inputs: Sequence[Any]) -> bool:
+    """Whether some tensors have no numbers, and others have."""
+    return {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
+
+
 @dataclass
 class Compilation:
     """One graph on its way through AOTAutograd; `facts` are what the passes found, for reports."""
@@ -149,6 +160,11 @@ class Compilation:
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)
+        except RuntimeError as error:
+            if self.options.strict or not is_partly_on_meta(inputs):
+                raise
+            log.warning(PARTLY_ON_META, told(error))
+            return self.module.forward
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
         try:
