@@ -21,6 +21,7 @@ from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
 from streamfx.cost.kernels import by_kernel
+from streamfx.cost.most_rows import with_most_rows
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.totals import added_to, bytes_of_total
@@ -78,7 +79,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:  # no work: how often autograd asks is its own affair
             return args[0].device
-        out = func(*args, **kwargs)
+        out = with_most_rows(func, args, kwargs)
         self._count(func, args, kwargs, out)
         if func is not to_host:  # what waits on the host is not in the device's memory
             self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term)
