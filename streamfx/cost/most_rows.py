@@ -44,7 +44,13 @@ def _indexing(func: Any) -> Callable[..., Any]:
     return lambda value, indices, *others, **more: func(value, _by_number(indices), *others, **more)
 
 
-INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
+INDEXING = (
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.index_put_.default,
+)
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _selected,

@@ -36,6 +36,10 @@ BY_NUMBER = (
     "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
     "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
 )
+BY_MASK = (
+    "keep all rows and let the loss leave some out (labels of -100, ignore_index), which streams; or take rows of all tensors in "
+    "one place (xk, yk = x[k], y[k]), so that the head and its loss are in one graph"
+)
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
 JOINED = (
     "torch.nn.functional.scaled_dot_product_attention sees rows and blocks each by itself: where keys, values and mask are "
@@ -78,6 +82,7 @@ ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint 
     "RNN, GRU, or LSTM": RECURRENT,
     "aten._local_scalar_dense": ON_HOST,
     "Tensor.item()": ON_HOST,
+    "Dynamic shape operator": BY_MASK,
     "torch.compiler.disable": KERNEL,
     "created with pybind": KERNEL,
     "does not support running with fake tensors": NO_SHAPES,
@@ -131,6 +136,8 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     signature = facts.axes.signatures.get(node)
     if signature is not None and joins_blocks(node, signature, facts.axes):
         return JOINED
+    if any(operand.meta["val"].dtype == torch.bool for operand in tensor_operands(node)[1:]) and node.target in TAKES | PUTS:
+        return BY_MASK
     if signature is None or not signature.whole:
         return OTHER
     return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
