@@ -139,6 +139,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "gradient of a block": (CASES["a gradient of a block"], CASES["a gradient between blocks"]),
     "sum of joined blocks": (CASES["blocks that are added"], CASES["blocks that are repeated and added"]),
     "block of joined blocks": (CASES["a block of joined ones"], CASES["blocks that are joined otherwise"]),
+    "constants that were written": (CASES["constants in rows of a list"], CASES["constants in three dimensions"]),
     "rows of what was written": (CASES["all rows but the last block's"], CASES["rows from within a block on"]),
     "all that was written": (CASES["all that was written"], CASES["all but a gap that was written"]),
     "blocks that were written": (CASES["blocks that are joined"], CASES["blocks of two sizes that are joined"]),
