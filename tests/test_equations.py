@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NO_KERNEL_DOES
+from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NOTHING_ELSE_DOES
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
@@ -27,7 +27,7 @@ from tests.support.stateful.selective import selective, selective_backward
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
-ROWS = {row.name: row for row in (*TABLE, *WHERE_NO_KERNEL_DOES)}
+ROWS = {row.name: row for row in (*TABLE, *WHERE_NOTHING_ELSE_DOES)}
 
 
 def heads(summed: Callable[[Tensor], Tensor]) -> Case:

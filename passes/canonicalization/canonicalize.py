@@ -89,7 +89,6 @@ TABLE: tuple[Equation, ...] = (
     blocks_of_rows.sum_of_joined_blocks,
     blocks_of_rows.block_of_joined_blocks,
     blocks_of_rows.rows_of_a_sum_of_paddings,
-    constant_writes.constants_that_were_written,
     written_blocks.rows_of_what_was_written,
     written_blocks.all_that_was_written,
     written_blocks.blocks_that_were_written,
@@ -114,7 +113,10 @@ TABLE: tuple[Equation, ...] = (
     convolution_package.convolution_of_the_package,
     grouped.heads_repeated_for_groups,
 )
-WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)
+WHERE_NOTHING_ELSE_DOES: tuple[Equation, ...] = (
+    dropped_column.softmax_without_a_column,
+    constant_writes.constants_that_were_written,
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
     simplify(graph, TABLE, results)
-    while simplify(graph, WHERE_NO_KERNEL_DOES, results):
+    while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
         simplify(graph, TABLE, results)
     undo_orders(graph, PRODUCTS)
     drop_unused(graph)

@@ -22,12 +22,13 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, int_argument, is_alike, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.canonicalization.written_blocks import WRITES
 from streamfx.passes.operators.fillers import fill_of, number_in
 from streamfx.passes.operators.traits import MOVES_ELEMENTS
 
 aten = torch.ops.aten
-WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
 OVER = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # the second argument, whatever there was
+OF_ROWS = (*WRITES, aten.slice.Tensor, aten.select.int, aten.unbind.int)
 END = sys.maxsize  # of a dimension whose size is known at run time alone
 FEW = 2  # writes that are told one by one
 MOST = 8  # intervals of a row, each of which is compared with all of it
@@ -70,11 +71,14 @@ class _Line:
 def constants_that_were_written(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
-    As many writes as there are, of any constants, into at most two dimensions.
+    As many writes as there are, of any constants, into at most two dimensions, behind the last of them. Rows of a few that are
+    read again, or written beside others, are told by who wrote them (`written_blocks.py`).
     """
     if any(user.target in WRITES and _written(user) is not None for user in node.users):
         return None
     root, boxes = _all_written(node)
+    if len(boxes) <= MOST and any(user.target in OF_ROWS for user in node.users):
+        return None
     ends = [size if isinstance(size, int) else END for size in shape_of_node(node)]
     cut = [(tuple((low, min(high, end)) for (low, high), end in zip(box, ends, strict=True)), number) for box, number in boxes]
     cut = [(box, number) for box, number in cut if all(low < high for low, high in box)]
