@@ -240,7 +240,9 @@ OTHERWISE = {
     "result within a result",
     "scan over rows",
     "convolution of the package",
-}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package
+    "rows of a list",
+    "gradient of rows of a list",
+}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package, test_constant_places
 
 
 def listing(graph: fx.Graph) -> str:

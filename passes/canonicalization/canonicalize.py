@@ -71,6 +71,8 @@ TABLE: tuple[Equation, ...] = (
     joins.token_shift,
     joins.rows_written_into_a_constant,
     row_numbers.rows_of_a_matrix,
+    row_numbers.rows_of_a_list,
+    row_numbers.gradient_of_rows_of_a_list,
     inverse_orders.rows_put_back,
     inverse_orders.gradient_of_rows_put_back,
     inverse_orders.gradient_of_rows_in_order,
