@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
+from streamfx.cost.meter import Meter
+from streamfx.torch_private import FakeTensorMode
 from tests.support.exactness import compare
 
+aten = torch.ops.aten
 WIDTH, VOCABULARY, ROWS = 12, 11, 24
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -116,3 +119,24 @@ def test_a_peak_does_not_depend_on_what_was_explained_before() -> None:
     model, inputs = Attention(write=window), batch()
     first, second = (explain(model, **inputs, chunk_size=8).summary()["peak_bytes"] for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["slice_scatter", "select_scatter", "diagonal_scatter", "copy"])
+def test_a_write_over_a_view_takes_the_memory_of_all(name: str) -> None:
+    """Really, at first, and from the cache of fake tensors: of what is not as it stands in memory, less would be predicted."""
+
+    def write() -> int:
+        rows = torch.zeros(16, 64)[:, 5:9]
+        with Meter() as meter:
+            made = {
+                "slice_scatter": lambda: aten.slice_scatter(rows, rows[:3], 0, 0, 3),
+                "select_scatter": lambda: aten.select_scatter(rows, rows[0], 0, 3),
+                "diagonal_scatter": lambda: aten.diagonal_scatter(rows, rows[0]),
+                "copy": lambda: aten.copy(rows, rows[:1]),
+            }[name]()
+        assert made.shape == rows.shape
+        return meter.peak
+
+    truth = write()
+    with FakeTensorMode():
+        assert [write(), write()] == [truth, truth] == [16 * 64 * 4] * 2
