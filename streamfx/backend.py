@@ -15,6 +15,7 @@ from torch import fx
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
 from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
+from streamfx.budget import AUTO
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -333,8 +334,19 @@ class Compilation:
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+        self.check_budget(facts)
         self.found(facts)
         return facts
+
+    def check_budget(self, facts: Facts) -> None:
+        """Raise an error where a graph runs as it stands for what has failed, and a memory budget was asked for."""
+        failed = facts.failed or "; ".join(facts.faults)
+        if failed and facts.program is None and self.options.memory_budget not in (None, AUTO):
+            raise OverBudget(
+                f"memory_budget={self.options.memory_budget!r} is to hold for this graph, which cannot be planned",
+                found=failed,
+                do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
+            )
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""

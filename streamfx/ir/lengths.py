@@ -17,7 +17,9 @@ import sympy
 import torch
 from torch import fx
 
+from streamfx.errors import told
 from streamfx.ir.sizes import Size, simplified
+from streamfx.log import log
 from streamfx.torch_private.sizes import supposing
 
 DOUBLINGS = 6  # a plan that holds for 64 times the lengths is not asked for more
@@ -63,9 +65,14 @@ class Lengths:
         return self.times(low)
 
     def _supposed_to_hold(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
+        """Not for lengths that the graph is not for, with which it cannot be followed: beyond a table of positions, say."""
         longer = self.times(factor)
         with longer.supposed():
-            return holds(longer)
+            try:
+                return holds(longer)
+            except Exception as error:
+                log.info("it is not known what a plan takes for %s: %s", longer, told(error))
+                return False
 
     def with_headroom(self) -> Iterator[Lengths]:
         """These and longer ones, the longest first."""
