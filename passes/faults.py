@@ -1,7 +1,7 @@
-"""What happens where a pass raises an exception that it did not mean to raise: the graph is planned without what it failed at.
+"""Where a pass raises an exception that it did not mean to raise, the graph is planned without what it failed at.
 
-Which operator a pass was looking at, the traceback tells: the innermost frame that has one in a variable. Passes begin again, on a
-fresh copy of the traced graph, with a remedy more, until they come to an end:
+Which operator a pass was looking at, the traceback tells: the innermost frame that has one in a variable. Passes begin again, on
+a fresh copy of the traced graph, with one remedy more, until they come to an end:
 
     the operator runs whole            as where a pass raises `RunsWhole`; passes behind `demand` see that
     no pass knows what it is           its target is `Untouched`, for which there are no rules and no equations
@@ -21,13 +21,13 @@ from torch import fx
 
 from streamfx.errors import NotStreamed, StreamFXError, told
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_assertion, is_size, is_tensor, joint_graph, outputs_of
+from streamfx.ir.joint import JointGraph, is_assertion, is_size, is_tensor, joint_graph
 from streamfx.ir.writer import ORIGIN
 from streamfx.log import log
 from streamfx.passes.canonicalization.opaque import shown_by
+from streamfx.passes.codegen.outer import TRACED
 from streamfx.passes.operators.aliasing import is_view
 from streamfx.passes.operators.collectives import is_collective
-from streamfx.passes.operators.opaque import is_opaque
 from streamfx.passes.operators.rules.registry import WHY_WHOLE
 from streamfx.passes.operators.traits import READS_STRIDES, is_random, producer_of
 from streamfx.passes.operators.whole import RunsWhole
@@ -35,8 +35,10 @@ from streamfx.runtime.as_traced import Untouched
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
 
-MOST = 4  # remedies at operators, for one pass
-COSTS_LITTLE = frozenset({"loss gradient", "buckets", "visibility", "lower"})  # to leave out, less than an operator that runs whole
+MOST = 8  # remedies at operators, for one pass
+COSTS_LITTLE = frozenset(
+    {"loss gradient", "buckets", "visibility", "lower"}
+)  # to leave out: an operator that runs whole costs more
 REWRITES = frozenset({"joined keys", "keys in blocks", "sums along the sequence", "own tables", "sums over ranks"})
 MAY_BE_LEFT_OUT = COSTS_LITTLE | REWRITES | {"recurrences"}
 FAILED_AT = "{target} runs whole, as the pass '{step}' failed at it ({error})"
@@ -57,7 +59,7 @@ class Failed(Exception):
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         for value in (value for frame in reversed(frames) for value in frame.f_locals.values()):
             if isinstance(value, fx.Node):
-                own = by_name.get(str(value.meta.get("joint", value.name)))  # of a program, whose operators have the same names
+                own = by_name.get(value.meta.get(TRACED) or value.meta.get("joint", value.name))  # it may be one of a program
                 if own is not None and own.op == "call_function":
                     yield producer_of(own)
 
@@ -86,7 +88,8 @@ def guarded(step: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
 @dataclass
 class Remedies:
     """What a graph is planned without, each with the reason: operators that run `whole`, those of them that are `unknown` to all
-    passes, by name, and passes that are `left_out`.
+    passes, by name, and passes that are `left_out`. `traced` are the operators of the graph, `shown` those of them through which
+    a result shows memory.
     """
 
     whole: dict[str, str] = field(default_factory=dict)
@@ -94,12 +97,14 @@ class Remedies:
     left_out: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     traced: Mapping[str, fx.Node] = field(default_factory=dict)
+    shown: frozenset[fx.Node] = frozenset()
     tried: Counter[str] = field(default_factory=Counter)
-    kinds: set[tuple[Any, ...]] = field(default_factory=set)
+    kinds: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
     def applied(self, facts: Facts) -> Facts:
         """A graph as it was traced, to begin with."""
         self.traced = {node.name: node for node in facts.joint.graph.nodes}
+        self.shown = _shown(facts.joint)
         for name, why in self.unknown.items():
             _write_untouched(self.traced[name], why)
         joint = joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs))
@@ -130,20 +135,19 @@ class Remedies:
         return True
 
     def _help_at(self, node: fx.Node, failed: Failed) -> bool:
-        """Whether there is one more remedy at an operator. Where a pass fails in the same way at a second operator like it, in the
-        same line of code, those in all layers get it.
+        """Whether there is one more remedy at an operator. Where a pass fails in the same way at a second one like it, those of the
+        same line of code get it, in all layers; at a third one, all that are like it.
         """
         why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
         helps = (self._mark, self._make_unknown) if failed.facts.found_demand is not None else (self._make_unknown, self._mark)
         help_ = next((help_ for help_ in helps if help_(node, why)), None)
         if help_ is None:
             return False
-        kind = (help_, failed.step, type(failed.error), node.target, line := source_line(node))
-        if kind in self.kinds:
-            for other in failed.facts.joint.nodes:
-                if other.target == node.target and source_line(other) == line:
-                    help_(other, why)
-        self.kinds.add(kind)
+        line, kind = source_line(node), (help_, failed.step, type(failed.error), node.target)
+        for other in failed.facts.joint.nodes if self.kinds[kind] else ():
+            if other.target == node.target and (self.kinds[kind] > 1 or source_line(other) == line):
+                help_(other, why)
+        self.kinds[kind] += 1
         self._tell(f"{why}, in {line}" if line else why, failed.error)
         return True
 
@@ -157,7 +161,7 @@ class Remedies:
     def _make_unknown(self, node: fx.Node, why: str) -> bool:
         """Let no pass know the operator that was traced, in whose place a pass may have written this one."""
         traced = self.traced.get(node.meta.get(ORIGIN, node.name))
-        if traced is None or traced.name in self.unknown or not _may_be_unknown(traced):
+        if traced is None or traced.name in self.unknown or traced in self.shown or not _may_be_unknown(traced):
             return False
         self.unknown[traced.name] = why
         return True
@@ -181,14 +185,12 @@ def _may_be_unknown(node: fx.Node) -> bool:
     """Whether an operator gives the same where it is called by a function of ours, on operands that lie as when it was traced."""
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    if is_random(node) or is_collective(node) or is_opaque(node) or is_assertion(node) or is_size(node):
-        return False
-    return not is_view(node.target) or not _is_looked_through(node)
+    reads_memory = node.target in READS_STRIDES
+    return not (reads_memory or is_random(node) or is_collective(node) or is_assertion(node) or is_size(node))
 
 
-def _is_looked_through(view: fx.Node) -> bool:
-    """Whether somebody asks whose memory a view shows: who returns it, or an operator that reads memory as it lies."""
-    if any(node.target in READS_STRIDES for node in view.graph.nodes):
-        return True
-    results = filter(is_tensor, outputs_of(view.graph))
-    return any(producer_of(node) is view for result in results for node in shown_by(result))
+def _shown(joint: JointGraph) -> frozenset[fx.Node]:
+    """Views through which somebody asks whose memory it is: who gets a result, or an operator that reads memory as it lies."""
+    results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in shown_by(result))
+    asked = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results
+    return frozenset(node for node in asked if isinstance(node.target, OpOverload) and is_view(node.target))

@@ -14,7 +14,16 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
+from streamfx.attempts import (
+    AT_ONCE,
+    INTERNAL,
+    NO_PRODUCTS,
+    NO_TREES,
+    NOT_DEFERRED,
+    NOT_LOOKED_AT,
+    attempted,
+    not_streamed,
+)
 from streamfx.budget import AUTO
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
@@ -190,9 +199,10 @@ class Compilation:
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        furthest = fits_by_far(self.module.graph, inputs, budget)
+        graph = self.module.graph
+        furthest = attempted(lambda: fits_by_far(graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if furthest:
-            furthest.guard(self.module.graph)
+            furthest.guard(graph)
         return furthest is not None
 
     def is_alone(self, inputs: list[Any]) -> bool:
@@ -262,10 +272,12 @@ class Compilation:
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
-        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
-            halves = plain()
-            if self.fits_as_it_stands(whole, *halves):
-                return halves
+        if budget is not None:
+            whole = capture()
+            if attempted(lambda: may_fit_whole(whole.joint, budget), True, NOT_LOOKED_AT, strict=False):
+                halves = plain()
+                if self.fits_as_it_stands(whole, *halves):
+                    return halves
         facts = self.analysed(capture)
         self.tell(facts, self.options)
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
@@ -277,8 +289,11 @@ class Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The same, and which gradients autograd can have before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-        if self.chain is not None and isinstance(joint_inputs, tuple):
-            plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
+        chain = self.chain
+        if chain is not None and isinstance(joint_inputs, tuple):
+            graphs = joint.graph, forward.graph, backward
+            planned = partial(plan_chain, chain, *graphs, num_fwd_outputs, self.num_inputs)
+            attempted(planned, None, AT_ONCE, self.options.strict)
         return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
@@ -329,7 +344,7 @@ class Compilation:
             raise
         except Exception as error:
             if self.options.strict:
-                raise
+                raise not_streamed(told(error)) from error
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
@@ -364,7 +379,8 @@ class Compilation:
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runner = OuterRunner(module, is_backward=True)
-        return runner if self.chain is None else in_stretches(runner, self.chain)
+        chain = self.chain
+        return runner if chain is None else attempted(lambda: in_stretches(runner, chain), runner, AT_ONCE, self.options.strict)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

@@ -1,12 +1,11 @@
-"""A pass that fails at an operator costs that operator: whatever raises an error, and wherever, results and gradients are eager's.
+"""A pass that fails at an operator costs that operator: wherever an error is raised, results and gradients are those of eager.
 
-Faults are thrown into every function of the passes that looks at an operator, as it begins: where Python calls it, so that none has
-to be replaced. A fault is there once, or each time, or only until no pass knows what the operator is.
+Faults are thrown into every function of the passes that looks at an operator, as it begins: where Python calls it, so that no
+function has to be replaced. A fault is there once, or each time, or only until no pass knows what the operator is.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +24,12 @@ from torch import Tensor, fx, nn
 
 import streamfx.passes
 from streamfx.capture import captured
-from streamfx.ir.facts import Facts, known
+from streamfx.errors import NotStreamed, OverBudget
+from streamfx.ir.facts import Facts, Form, known
 from streamfx.passes import run_pipeline
+from streamfx.passes.codegen import bodies
 from streamfx.passes.operators.traits import producer_of
+from streamfx.report.reasons import obstacles
 from streamfx.runtime.as_traced import Untouched
 from tests.support.decoders.parts import VOCABULARY, WIDTH, SwiGLU
 from tests.support.exactness import Recorded, assert_small, compare, value_errors
@@ -108,7 +111,8 @@ class Thrown:
 
     def listen(self) -> None:
         """Anew where passes begin again: Python drops a listener that raises an error."""
-        sys.settrace(self._call)
+        if self.how != "once" or not self.times:
+            sys.settrace(self._call)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> None:
         is_asked = frame.f_code is self.place[0] if self.place is not None else _is_of_passes(frame.f_code)
@@ -194,3 +198,78 @@ def throw(name: str, number: int) -> tuple[Traced, Thrown, Facts]:
     place = chance.choice([place for place in traced.places if place[0] is code])
     thrown = Thrown(place=place, how=("once", "until unknown", "always")[number % 3])
     return traced, thrown, traced.planned(thrown)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.LogCaptureFixture, request: Any) -> None:
+    """Three faults in each model; 100 with --long."""
+    for number in range(100 if request.config.getoption("--long") else 3):
+        traced, thrown, facts = throw(name, number)
+        assert thrown.times, f"number {number} was not thrown"
+        traced.check(facts)
+        assert "report" not in caplog.text, f"number {number}"
+        caplog.clear()
+
+
+def refused_in(monkeypatch: pytest.MonkeyPatch, target: str, number: int | None) -> None:
+    """Let the emitter of operators fail, at the n-th of one kind that it meets in a graph or at all of them."""
+    emitter_of, met = bodies.emitter_of, list[str]()
+
+    def failing(node: fx.Node) -> Any:
+        if str(node.target) == target:
+            met.extend([node.name] if node.name not in met else [])
+            if number is None or met[number : number + 1] == [node.name]:
+                raise TypeError("no such argument")
+        return emitter_of(node)
+
+    monkeypatch.setattr(bodies, "emitter_of", failing)
+
+
+def a_step(monkeypatch: pytest.MonkeyPatch, number: int | None = 0, **options: Any) -> Any:
+    refused_in(monkeypatch, "aten.cumsum.default", number)
+    torch.manual_seed(0)
+    model, ids = SparseDecoder(Convolution).double(), torch.randint(0, VOCABULARY, (2, LENGTH))
+    return compare(model, {"ids": ids, "labels": ids}, streams=None, chunk_size=5, bodies="eager", faults=True, **options)
+
+
+def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One of two layers has an operator that runs whole."""
+    (facts,) = a_step(monkeypatch).facts
+    (why,) = facts.reasons()
+    assert why == "aten.cumsum.default runs whole, as the pass 'rewrite' failed at it (TypeError: no such argument)"
+    ((node, obstacle),) = obstacles(facts).items()
+    assert "test_faults.py" in obstacle.where and "mixed.cumsum(1)" in obstacle.where
+    assert f"{why}, in {obstacle.where}. The result is exact" in caplog.text
+    assert len(known(facts.program).loops) > len(facts.demand.reasons)
+    others = [other for other in facts.joint.nodes if other.target == node.target and other is not node]
+    assert others and all(facts.demand.form(other) is Form.ROWS for other in others)
+
+
+def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a second operator of the same line fails, all of that line run whole."""
+    (facts,) = a_step(monkeypatch, number=None).facts
+    assert facts.program is not None and len(facts.demand.reasons) >= 2
+    assert caplog.text.count("runs whole, as the pass") <= 2
+
+
+def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotStreamed) as refused:
+        a_step(monkeypatch, strict=True)
+    assert "the pass 'rewrite' failed at aten.cumsum.default (TypeError: no such argument)" in refused.value.found
+    assert "mixed.cumsum(1)" in refused.value.where
+
+
+@pytest.mark.parametrize("budget", ["10GiB", "auto"])
+def test_a_budget_is_not_forgotten(budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no plan can be made, an amount that was asked for is refused; what is free is asked for by nobody."""
+    monkeypatch.setattr("streamfx.backend.may_fit_whole", lambda joint, budget: False)
+    monkeypatch.setattr("streamfx.backend.fits_by_far", lambda graph, inputs, budget: None)
+    monkeypatch.setattr("streamfx.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))
+    model, ids = SparseDecoder(SwiGLU), torch.randint(0, VOCABULARY, (2, LENGTH))
+    compiled = torch.compile(model, backend="streambp", options={"memory_budget": budget, "bodies": "eager"})
+    if budget == "auto":
+        compiled(ids, ids).backward()
+        assert "no such axis" in caplog.text
+        return
+    with pytest.raises(OverBudget, match="no such axis"):
+        compiled(ids, ids)

@@ -38,13 +38,13 @@ def plan_chain(
     chain: Chain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
     """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
-    sources = sources_of(joint, num_outputs, num_inputs)
+    sources, mutated = sources_of(joint, num_outputs, num_inputs), mutated_inputs(joint)
     place = {source.primal: place for place, source in sources.items()}
     lies_in = inputs_saved(forward, num_outputs)
     saved = tuple(frozenset(place[primal] for primal in some if primal in place) for some in lies_in)
     places = places_of(deliveries(backward, saved)) if sources else ()
     chain.sources, chain.saved, chain.places = sources, saved, places if len(places) > 1 else ()
-    chain.keep_out(mutated_inputs(joint))
+    chain.keep_out(mutated)
 
 
 def in_stretches(runner: OuterRunner, chain: Chain) -> Callable[[list[Any]], Any]:

@@ -167,6 +167,8 @@ def why_no_stages(facts: Facts) -> str:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:
         return facts.stands
+    if facts.faults:
+        return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
