@@ -107,8 +107,9 @@ class Remedies:
         self.shown = _shown(facts.joint)
         for name, why in self.unknown.items():
             _write_untouched(self.traced[name], why)
-        joint = joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs))
-        return replace(facts, joint=joint, whole=dict(self.whole), faults=tuple(self.faults))
+        if self.unknown:
+            facts = replace(facts, joint=joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs)))
+        return replace(facts, whole=dict(self.whole), faults=tuple(self.faults))
 
     def help_with_refusal(self, refused: RunsWhole) -> bool:
         """Whether there is a remedy where a pass says that an operator has to run whole."""
@@ -135,8 +136,8 @@ class Remedies:
         return True
 
     def _help_at(self, node: fx.Node, failed: Failed) -> bool:
-        """Whether there is one more remedy at an operator. Where a pass fails in the same way at a second one like it, those of the
-        same line of code get it, in all layers; at a third one, all that are like it.
+        """Whether there is one more remedy at an operator. Where a pass fails in the same way at a second one like it, those of
+        the same line of code get it, in all layers; at a third one, all that are like it.
         """
         why = FAILED_AT.format(target=node.target, step=failed.step, error=told(failed.error))
         helps = (self._mark, self._make_unknown) if failed.facts.found_demand is not None else (self._make_unknown, self._mark)

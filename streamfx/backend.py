@@ -380,7 +380,10 @@ class Compilation:
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runner = OuterRunner(module, is_backward=True)
         chain = self.chain
-        return runner if chain is None else attempted(lambda: in_stretches(runner, chain), runner, AT_ONCE, self.options.strict)
+        if chain is None:
+            return runner
+        otherwise: Callable[..., Any] = runner
+        return attempted(lambda: in_stretches(runner, chain), otherwise, AT_ONCE, self.options.strict)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

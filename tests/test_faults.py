@@ -164,7 +164,7 @@ class Traced:
         torch.manual_seed(0)
         ids = torch.randint(0, VOCABULARY, (2, LENGTH))
         model = SparseDecoder(MAKES[name]).double()
-        options = {"chunk_size": 5, "bodies": "eager", "gradients": "at once"}
+        options: dict[str, Any] = {"chunk_size": 5, "bodies": "eager", "gradients": "at once"}
         (recorded,) = compare(model, {"ids": ids, "labels": ids}, streams=None, **options).recorder.compilations
         places = Thrown()
         with places.on():

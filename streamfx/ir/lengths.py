@@ -29,8 +29,8 @@ CLOSE = 1.05  # how near to the longest lengths a search for them comes
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for. The graph is for no numbers
-    above `most`, where these are known: a table of positions has so many rows.
+    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for. The graph is for none
+    above `most`, where that is known: a table of positions has so many rows.
     """
 
     numbers: Mapping[sympy.Symbol, int]
