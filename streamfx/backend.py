@@ -14,17 +14,7 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import (
-    AT_ONCE,
-    INTERNAL,
-    NO_PRODUCTS,
-    NO_TREES,
-    NOT_DEFERRED,
-    NOT_LOOKED_AT,
-    attempted,
-    not_streamed,
-)
-from streamfx.budget import AUTO
+from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -54,7 +44,7 @@ from streamfx.report.brief import log_brief, priced
 from streamfx.report.first_step import note
 from streamfx.report.no_gain import tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_strict
+from streamfx.report.reasons import check_budget, check_strict
 from streamfx.report.stages import place_loops
 from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
@@ -199,10 +189,9 @@ class Compilation:
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        graph = self.module.graph
-        furthest = attempted(lambda: fits_by_far(graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
+        furthest = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if furthest:
-            furthest.guard(graph)
+            furthest.guard(self.module.graph)
         return furthest is not None
 
     def is_alone(self, inputs: list[Any]) -> bool:
@@ -272,12 +261,10 @@ class Compilation:
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
-        if budget is not None:
-            whole = capture()
-            if attempted(lambda: may_fit_whole(whole.joint, budget), True, NOT_LOOKED_AT, strict=False):
-                halves = plain()
-                if self.fits_as_it_stands(whole, *halves):
-                    return halves
+        if budget is not None and may_fit_whole((whole := capture()).joint, budget):
+            halves = plain()
+            if self.fits_as_it_stands(whole, *halves):
+                return halves
         facts = self.analysed(capture)
         self.tell(facts, self.options)
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
@@ -289,11 +276,8 @@ class Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The same, and which gradients autograd can have before the end of the backward graph."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-        chain = self.chain
-        if chain is not None and isinstance(joint_inputs, tuple):
-            graphs = joint.graph, forward.graph, backward
-            planned = partial(plan_chain, chain, *graphs, num_fwd_outputs, self.num_inputs)
-            attempted(planned, None, AT_ONCE, self.options.strict)
+        if self.chain is not None and isinstance(joint_inputs, tuple):
+            plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
         return forward, backward
 
     def fits_as_it_stands(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
@@ -336,9 +320,10 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            asked = f"{self.options.ordering()} {self.weights}"
             with doing("planning", self.options.progress):
-                facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=asked)
+                facts = run_agreed(
+                    self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}"
+                )
             check_strict(facts, self.options)
         except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
@@ -349,19 +334,9 @@ class Compilation:
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
-        self.check_budget(facts)
+        check_budget(facts, self.options)
         self.found(facts)
         return facts
-
-    def check_budget(self, facts: Facts) -> None:
-        """Raise an error where a graph runs as it stands for what has failed, and a memory budget was asked for."""
-        failed = facts.failed or "; ".join(facts.faults)
-        if failed and facts.program is None and self.options.memory_budget not in (None, AUTO):
-            raise OverBudget(
-                f"memory_budget={self.options.memory_budget!r} is to hold for this graph, which cannot be planned",
-                found=failed,
-                do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
-            )
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
@@ -379,11 +354,7 @@ class Compilation:
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runner = OuterRunner(module, is_backward=True)
-        chain = self.chain
-        if chain is None:
-            return runner
-        otherwise: Callable[..., Any] = runner
-        return attempted(lambda: in_stretches(runner, chain), otherwise, AT_ONCE, self.options.strict)
+        return runner if self.chain is None else in_stretches(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from streamfx.budget import AUTO
 from streamfx.cost.memory import bytes_like
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
@@ -202,6 +203,17 @@ def check_strict(facts: Facts, options: Options) -> None:
             "strict=True asks that every stage streams",
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
+        )
+
+
+def check_budget(facts: Facts, options: Options) -> None:
+    """Raise an error where a graph runs as it stands because something failed, and a memory budget was asked for."""
+    failed = facts.failed or "; ".join(facts.faults)
+    if failed and facts.program is None and options.memory_budget not in (None, AUTO):
+        raise OverBudget(
+            f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",
+            found=failed,
+            do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
         )
 
 
