@@ -321,9 +321,7 @@ class Compilation:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
             with doing("planning", self.options.progress):
-                facts = run_agreed(
-                    self.found_by_passes, capture, self.exchange, asked=f"{self.options.ordering()} {self.weights}"
-                )
+                facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             check_strict(facts, self.options)
         except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
