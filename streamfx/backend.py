@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
+from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole
@@ -44,7 +44,7 @@ from streamfx.report.brief import log_brief, priced
 from streamfx.report.first_step import note
 from streamfx.report.no_gain import tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_strict
+from streamfx.report.reasons import check_budget, check_strict
 from streamfx.report.stages import place_loops
 from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
@@ -205,7 +205,7 @@ class Compilation:
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        furthest = fits_by_far(self.module.graph, inputs, budget)
+        furthest = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if furthest:
             furthest.guard(self.module.graph)
         return furthest is not None
@@ -336,19 +336,19 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood."""
         try:
-            asked = f"{self.options.ordering()} {self.weights}"
             with doing("planning", self.options.progress):
-                facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=asked)
+                facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             check_strict(facts, self.options)
         except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:
-                raise
+                raise not_streamed(told(error)) from error
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+        check_budget(facts, self.options)
         self.found(facts)
         return facts
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from streamfx.backend import Compilation
+from streamfx.errors import NotStreamed
 from streamfx.lazy import defer_outputs
 from streamfx.options import resolved
 from tests.support.heads import HEADS, Decoder, decoder, some_ids
@@ -124,5 +125,5 @@ def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("streamfx.backend.defer_outputs", broken)
     module = dynamo_graph(decoder(), some_ids())
     assert Compilation(module, resolved()).deferral() is None
-    with pytest.raises(KeyError):
+    with pytest.raises(NotStreamed, match="KeyError: 'lost'"):
         Compilation(module, resolved({"strict": True})).deferral()

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from torch import fx
 
+from streamfx.attempts import NOT_LOOKED_AT, attempted
 from streamfx.budget import bytes_of, in_bytes
 from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudget, told
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
 from streamfx.ir.joint import JointGraph, device_of, outputs_of
@@ -62,6 +63,10 @@ class Fit:
                     return search.best()
             except OverBudget as error:
                 refused = error
+            except Exception as error:  # lengths that the graph is not for: beyond a table of positions, say
+                if lengths == now:
+                    raise
+                log.info("it is not known what a plan for %s takes: %s", lengths, told(error))
         raise refused
 
 
@@ -83,6 +88,10 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
     Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
     what is kept is not known yet.
     """
+    return attempted(partial(_leaves_room, joint, budget), True, NOT_LOOKED_AT, strict=False)
+
+
+def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
     if any("recompute" in node.meta for node in joint.graph.nodes):
         return True
     held = held_bytes(joint.graph, joint.tangents)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from streamfx.budget import AUTO
 from streamfx.cost.memory import bytes_like
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
@@ -174,6 +175,8 @@ def why_no_stages(facts: Facts) -> str:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:
         return facts.stands
+    if facts.faults:
+        return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
@@ -207,6 +210,17 @@ def check_strict(facts: Facts, options: Options) -> None:
             "strict=True asks that every stage streams",
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
+        )
+
+
+def check_budget(facts: Facts, options: Options) -> None:
+    """Raise an error where a graph runs as it stands because something failed, and a memory budget was asked for."""
+    failed = facts.failed or "; ".join(facts.faults)
+    if failed and facts.program is None and options.memory_budget not in (None, AUTO):
+        raise OverBudget(
+            f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",
+            found=failed,
+            do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
         )
 
 

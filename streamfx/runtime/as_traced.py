@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,3 +113,24 @@ def part_of(value: Any, *path: Any) -> Any:
     for step in path:
         value = value[step]
     return value
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """An operator whose name no pass knows: it runs as it was traced. What it makes lies in memory of its own."""
+
+    target: Callable[..., Any]
+    makes_view: bool
+
+    @property
+    def __name__(self) -> str:
+        return f"untouched_{self.target}".replace(".", "_")
+
+    def __repr__(self) -> str:
+        return str(self.target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.target(*args, **kwargs)
+        if not self.makes_view:
+            return made
+        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]

@@ -331,12 +331,13 @@ def compare(
     graphs: int | None = 1,
     reduce: Reduce = scalar_of,
     tolerance: float = TOLERANCE,
+    faults: bool = False,
     **options: Any,
 ) -> Report:
     """Assert that the compiled model equals the eager one.
 
     `streams` asks that no operator runs whole for lack of a rule or of causality (None: does not matter), `attention` that
-    exactly these verdicts were found, `graphs` how many graphs were compiled (None: any number).
+    exactly these verdicts were found, `graphs` how many graphs were compiled (None: any number), `faults` allows passes to fail.
     """
     torch._dynamo.reset()
     truth = outcome(eager := copy.deepcopy(model), eager, inputs, reduce)
@@ -347,6 +348,8 @@ def compare(
     if graphs is not None:
         assert len(backend.compilations) == graphs, f"{len(backend.compilations)} graphs instead of {graphs}"
     check_streamed(backend.facts, streams, attention)
+    failed = [fault for facts in backend.facts for fault in facts.faults]
+    assert faults or not failed, f"passes have failed: {failed}"
     for other in also:
         compare_replayed(backend, other, tolerance, options)
     return Report(found, backend)
