@@ -3,7 +3,7 @@
 if __name__ != "streamfx.passes":
     raise ImportError(f"this folder is the package streamfx.passes, not {__name__!r}: write `import streamfx.passes`")
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from streamfx.passes.codegen.lower import Lower
 from streamfx.passes.codegen.put_back import PutBack
 from streamfx.passes.codegen.rewrite import Rewrite
 from streamfx.passes.codegen.visibility import Visibility
+from streamfx.passes.faults import Failed, Remedies, guarded
 from streamfx.passes.operators.whole import RunsWhole
 from streamfx.passes.partition.fit import Fit
 from streamfx.passes.partition.loss_gradient import LossGradient
@@ -61,12 +62,15 @@ class Fixpoint:
     def apply(self, facts: Facts) -> Facts:
         facts = self.analysis.apply(facts)
         while (rewritten := self._rewritten(facts)) is not facts:
-            facts = self.analysis.apply(rewritten)
+            facts = guarded(self.name, rewritten, self.analysis.apply)
         return facts
 
     def _rewritten(self, facts: Facts) -> Facts:
-        found = (rewritten for rewrite in self.rewrites if (rewritten := rewrite.apply(facts)) is not facts)
-        return next(found, facts)
+        made = (guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
+        return next((rewritten for rewritten in made if rewritten is not facts), facts)
+
+    def without(self, left_out: Container[str]) -> Pass:
+        return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in left_out))
 
 
 def analyses(options: Options) -> tuple[Pass, ...]:
@@ -111,26 +115,34 @@ def run_pipeline(
     nothing is rewritten. For somebody who runs nothing, and knows what analyses find, `analysed` makes a graph with that: passes
     begin there, and end before bodies are lowered.
 
-    Where a pass cannot run an operator in a loop, that operator is to run whole, and all passes run once more.
+    Where a pass cannot run an operator in a loop, or fails at it, that operator is to run whole, and all passes run once more.
     """
-    whole: dict[str, str] = {}
+    remedies = Remedies()
     while True:
         try:
             if analysed is not None:
                 return _within_budget(analysed, options, after)
-            return _within_budget(lambda: replace(capture(), whole=dict(whole)), options, after)
-        except RunsWhole as found:
+            return _within_budget(lambda: remedies.applied(capture()), options, after, remedies.left_out)
+        except (RunsWhole, Failed) as found:
             if analysed is not None:
                 analysed = None
-                continue
-            if found.name in whole:
-                raise
-            whole[found.name] = found.why
+            elif isinstance(found, RunsWhole):
+                if not remedies.help_with_refusal(found):
+                    raise
+            elif options.strict:
+                raise found.refused() from found.error
+            elif not remedies.help_with(found):
+                raise found.error from None
 
 
-def _within_budget(capture: Callable[[], Facts], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+def _within_budget(
+    capture: Callable[[], Facts],
+    options: Options,
+    after: Callable[[Pass, Facts], None] | None,
+    left_out: Container[str] = (),
+) -> Facts:
     """Where no plan stays within the memory budget with a last stage of its own for the head, those without it are tried."""
-    steps = pipeline(options)
+    steps = [_without(step, left_out) for step in pipeline(options) if step.name not in left_out]
     if options.memory_budget is None:
         return _run(capture(), steps, options, after)
     try:
@@ -141,6 +153,10 @@ def _within_budget(capture: Callable[[], Facts], options: Options, after: Callab
             return _run(capture(), without, options, after)
         except OverBudget as other:
             raise min(error, other, key=lambda item: item.smallest) from None
+
+
+def _without(step: Pass, left_out: Container[str]) -> Pass:
+    return step.without(left_out) if isinstance(step, Fixpoint) else step
 
 
 def run_analyses(facts: Facts, options: Options) -> Facts:
@@ -154,7 +170,7 @@ def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[
         steps = [step for step in steps if step.name not in known]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
     for step in steps:
-        facts = step.apply(facts)
+        facts = guarded(step.name, facts, step.apply)
         if verifier is not None:
             verifier.check(step.name, facts)
         if after is not None:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_tensor, results_of
+from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.passes.operators.opaque import is_opaque
 from streamfx.runtime.outer import COPIES_WHERE_NEEDED
 from streamfx.torch_private import OpOverload, fake_mode_of
@@ -61,14 +63,24 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 def _wrong_result(node: fx.Node) -> Iterator[str]:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     mode, function = fake_mode_of([node.meta["val"]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
+    operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta["val"])]
+    given = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):
-        said, made = _plain(node.meta["val"]), _plain(function(*args, **kwargs))
+        said, made = _plain(node.meta["val"], given), _plain(function(*args, **kwargs), given)
     if made != said:
         yield f"{node.name} gives {made}, not {said}"
 
 
-def _plain(value: torch.Tensor) -> str:
-    return f"{value.dtype} {list(value.shape)}"
+def _plain(value: torch.Tensor, given: set[sympy.Symbol]) -> str:
+    """Type and sizes; a size that no operand tells is one that data decide, which has another name each time."""
+    return f"{value.dtype} {[size if free_symbols([size]) <= given else '?' for size in shape_of(value)]}"
+
+
+def _sizes(value: Any) -> tuple[Size, ...]:
+    """The sizes of a tensor, or the size that a number is."""
+    if isinstance(value, torch.Tensor):
+        return shape_of(value)
+    return (size_of(value),) if isinstance(value, (int, torch.SymInt)) else ()
 
 
 def _strangers(facts: Facts) -> Iterator[str]:

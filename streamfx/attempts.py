@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from streamfx.errors import told
+from streamfx.errors import NotStreamed, told
 from streamfx.log import log
 
 T = TypeVar("T")
@@ -15,17 +15,24 @@ NO_PRODUCTS = "products of blocks of rows run whole: the search for those with w
 NOT_DEFERRED = "a graph returns all its outputs as plain tensors: the search for those to defer failed"
 INTERNAL = (
     "a graph is run without streaming: its analysis failed (%s). The result is exact, the memory is that of plain autograd. "
-    "Please report this; strict=True raises the error instead."
+    "Please report this; strict=True raises an error instead."
 )
-ALL_THE_SAME = "%s (%s). The result is exact. Please report this; strict=True raises the error instead."
+NOT_LOOKED_AT = "nobody knows whether a graph fits into the memory budget as it stands: looking at that failed"
+AT_ONCE = "gradients of a graph are handed over at once, at the end: the search for where each is complete failed"
+ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
 
 
 def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) -> T:
-    """What is found, or something else and a warning that says what `failed`; under `strict` the error."""
+    """What is found, or something else and a warning that says what `failed`; under `strict` an error."""
     try:
         return what()
     except Exception as error:
         if strict:
-            raise
+            raise not_streamed(f"{failed} ({told(error)})") from error
         log.warning(ALL_THE_SAME, failed, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
         return otherwise
+
+
+def not_streamed(found: str) -> NotStreamed:
+    """What `strict=True` raises where something failed that nobody asked for by name."""
+    return NotStreamed("strict=True asks that every stage streams", found, do="drop strict=True: the result is exact either way")

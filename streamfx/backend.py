@@ -14,21 +14,19 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, attempted
+from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole, uses_inductor
-from streamfx.cost.memory import cost_of
 from streamfx.errors import IntegrationError, NotStreamed, OptionError, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.ir.pieces import Pieces
 from streamfx.lazy import Deferral, defer_outputs
 from streamfx.lazy.outputs import WithDeferred
-from streamfx.lazy.rebuild import Cut
-from streamfx.lazy.uses import bytes_of_results, is_cut, made_between, numel_of, rows_at_work
+from streamfx.lazy.uses import Uses, bytes_of_results
 from streamfx.log import log
 from streamfx.options import Options, check_mode, from_environment, resolved
 from streamfx.passes import run_pipeline
@@ -36,7 +34,7 @@ from streamfx.passes.codegen.deliveries import in_stretches, plan_chain
 from streamfx.passes.operators.collectives import has_collectives, has_unused_waits
 from streamfx.passes.operators.rules import DECOMPOSITIONS
 from streamfx.passes.partition.by_far import fits_by_far
-from streamfx.passes.partition.in_one_piece import Halves, bytes_at_least, fits_whole, may_fit_whole, may_stand, smaller_than
+from streamfx.passes.partition.in_one_piece import Halves, fits_whole, may_fit_whole, may_stand, smaller_than
 from streamfx.passes.recurrences.block_products import with_block_products
 from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
@@ -45,7 +43,7 @@ from streamfx.report.brief import log_brief, predicted, priced
 from streamfx.report.first_step import note
 from streamfx.report.no_gain import tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_strict, why_smaller
+from streamfx.report.reasons import check_budget, check_strict, why_smaller
 from streamfx.report.stages import place_loops
 from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
@@ -70,6 +68,12 @@ from streamfx.torch_private.inductor import compile_whole
 from streamfx.torch_private.sizes import pair_dimensions
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
+
+
+PARTLY_ON_META = (
+    "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
+    "cannot trace it (%s). Move all inputs to one device."
+)
 
 
 class FitsWhole(Exception):
@@ -116,6 +120,11 @@ from_environment()  # a bad one is said where the backend is asked for, not at t
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
 
 
+def is_partly_on_meta(inputs: Sequence[Any]) -> bool:
+    """Whether some tensors have no numbers, and others have."""
+    return {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
+
+
 @dataclass
 class Compilation:
     """One graph on its way through AOTAutograd; `facts` are what the passes found, for reports."""
@@ -151,6 +160,11 @@ class Compilation:
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)
+        except RuntimeError as error:
+            if self.options.strict or not is_partly_on_meta(inputs):
+                raise
+            log.warning(PARTLY_ON_META, told(error))
+            return self.module.forward
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
         try:
@@ -182,7 +196,7 @@ class Compilation:
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         compiled = InStages(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
-        compiled = compiled if deferral is None else WithDeferred(compiled, deferral.plan, Uses(self.options))
+        compiled = compiled if deferral is None else WithDeferred(compiled, deferral.plan, Uses(self.options, compiled_use))
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 
@@ -191,7 +205,7 @@ class Compilation:
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_alone(inputs) or not compiles_whole(self.options, inputs):
             return False
-        furthest = fits_by_far(self.module.graph, inputs, budget)
+        furthest = attempted(partial(fits_by_far, self.module.graph, inputs, budget), None, NOT_LOOKED_AT, strict=False)
         if furthest:
             furthest.guard(self.module.graph)
         return furthest is not None
@@ -329,19 +343,19 @@ class Compilation:
     def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood. `ways` make halves that do so."""
         try:
-            asked = f"{self.options.ordering()} {self.weights}"
             with doing("planning", self.options.progress):
-                facts = run_agreed(self.found_by_passes, capture, self.exchange, asked=asked)
+                facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             check_strict(facts, self.options)
         except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:
-                raise
+                raise not_streamed(told(error)) from error
             if has_collectives(capture().joint.graph):
                 raise failed_here(error) from error
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
+        check_budget(facts, self.options)
         facts = self.unless_smaller(facts, capture, ways) if may_stand(facts, self.options) else facts
         self.found(facts)
         if facts.fits == "compiled":
@@ -350,28 +364,14 @@ class Compilation:
 
     def unless_smaller(self, facts: Facts, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
         """The facts without a program, and the halves to run, where the graph as it stood takes less memory than its loops."""
-        program, num_outputs = known(facts.program), len(facts.joint.outputs)
         ours = predicted(facts).peak
-        piece = smaller_than(ours, ways, num_outputs) if bytes_at_least(capture().joint) < ours else None
+        piece = smaller_than(ours, facts, capture, ways)
         if piece is None:
             return facts
-
-        def holds(lengths: Lengths) -> bool:
-            others = cost_of(program.forward, program.backward, num_outputs).peak
-            return cost_of(*piece.halves, num_outputs).peak <= others
-
-        now = Lengths.now(facts.joint.graph)
-        furthest = now.furthest(holds, close=2) if now else None
-        if now and furthest == now:
-            return facts  # a decision for these lengths alone: each longer call would be compiled again
-        compiled = (
-            program.backward is not None
-            and uses_inductor(self.options, facts.joint.graph)
-            and piece.cost.peak + self.deferred_bytes() <= ours
-        )
-        self.standing = piece.halves
-        why = why_smaller(ours, piece.cost.peak)
-        return replace(capture(), stands=why, fits="compiled" if compiled else None, lengths=furthest)
+        self.standing, trains = piece.halves, piece.halves[1] is not None
+        compiled = trains and uses_inductor(self.options, facts.joint.graph) and piece.peak + self.deferred_bytes() <= ours
+        why = why_smaller(ours, piece.peak)
+        return replace(capture(), stands=why, fits="compiled" if compiled else None, lengths=piece.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
@@ -401,37 +401,10 @@ class Compilation:
         return OuterRunner(facts.program.forward if facts.program is not None else module)
 
 
-@dataclass(frozen=True)
-class Uses:
-    """Compiles what is asked for of deferred outputs (`lazy/in_chunks.py`), with the options that these were made with.
-
-    But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not.
-    """
-
-    options: Options
-
-    def __call__(
-        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: Cut
-    ) -> Callable[..., Any] | None:
-        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
-        options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
-        options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
-        compilation = Compilation(graph, options, parameters=weights)
-        run = compilation.compile(inputs)
-        facts = compilation.facts[-1] if compilation.facts else None
-        if (
-            facts is None
-            or facts.program is None
-            or any(2 * numel_of(node) >= most for node in made_between(facts.program.forward.graph))
-        ):
-            log.info("a use of deferred outputs does not stream, and makes them whole")
-            return None
-        if not is_cut(facts, cut):
-            log.info("a use of deferred outputs streams in other chunks than their other uses, and makes them whole")
-            return None
-        return run
-
-    def rows_per_chunk(self, numel: int, length: int) -> int:
-        """The size asked for; if that is left open, a power of two, which many lengths share."""
-        asked = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
-        return next(asked, None) or rows_at_work(numel, length)
+def compiled_use(
+    graph: fx.GraphModule, inputs: list[Any], options: Options, weights: Sequence[int]
+) -> tuple[Callable[..., Any], Facts | None]:
+    """What is asked for of deferred outputs, as a function, and what was found out about it."""
+    compilation = Compilation(graph, options, parameters=weights)
+    run = compilation.compile(inputs)
+    return run, compilation.facts[-1] if compilation.facts else None

@@ -120,6 +120,21 @@ def test_a_model_without_data_runs_as_in_eager() -> None:
     assert loss.is_meta and loss.shape == model(ids, ids).shape
 
 
+@pytest.mark.parametrize("options", [{}, {"bodies": "eager", "chunk_size": 4}])
+def test_ids_without_data_beside_a_model_with_data(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Eager looks up rows that nobody has written. AOTAutograd cannot trace the gradient of the table."""
+    model, ids = Causal(), torch.zeros(2, 16, dtype=torch.int64)
+    compiled = torch.compile(model, backend="streambp", options=options)
+    for call in (model, compiled):
+        model.zero_grad()
+        call(ids.to("meta"), ids).backward()
+        assert all(weight.grad is not None and weight.grad.device == weight.device for weight in model.parameters())
+    assert "some of its inputs are on the meta device and others are not" in caplog.text
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.compile(model, backend="streambp", options={**options, "strict": True})(ids.to("meta"), ids)
+
+
 def test_calls_that_fail_leave_no_mark() -> None:
     """Good steps with bad ones between them: the same as the good ones alone."""
     clean, disturbed = Trained(), Trained()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.canonical import Case, Function, check, special
+from tests.support.canonical import INF, NAN, Case, Function, check, special
 
 aten = torch.ops.aten
 
@@ -139,6 +141,66 @@ CASES = {
         lambda a, b: torch.add(put(a, 0, 6), put(b, 6, 12), alpha=-1)[:, 7:9], G, changes=False
     ),
 }
+
+
+def written(write: Callable[[Tensor], object], shape: tuple[int, ...] = (12, 12), changes: bool = True) -> Case:
+    """Writes into a buffer, as AOTAutograd traces them."""
+
+    def function(x: Tensor) -> Tensor:
+        made = x.clone()
+        write(made)
+        return made
+
+    return Case(torch.func.functionalize(function), (special(*shape),), changes)
+
+
+def by_row(columns: Callable[[int], slice], number: float = -INF) -> Callable[[Tensor], object]:
+    return lambda x: [x[..., i, columns(i)].fill_(number) for i in range(x.shape[-2])]
+
+
+def at_places(places: Sequence[tuple[Any, float]]) -> Callable[[Tensor], object]:
+    return lambda x: [x[place].fill_(number) for place, number in places]
+
+
+RANDOM = Random(0)
+
+
+def some(length: int) -> slice:
+    return slice(*sorted(RANDOM.sample(range(length + 1), 2)))
+
+
+WRITTEN = {
+    "constants behind a window": written(by_row(lambda r: slice(0, max(0, r - 3)))),
+    "constants on both sides of a window": written(
+        at_places([place for r in range(12) for place in (((r, slice(max(0, r - 3))), 0.0), ((r, slice(r + 1, None)), 0.0))])
+    ),
+    "constants within a window": written(by_row(lambda r: slice(max(0, r - 2), r + 1), -0.0)),
+    "constants in rows of a list": written(lambda x: [row[:i].fill_(-INF) for i, row in enumerate(x)], (5, 7)),
+    "constants of every row": written(by_row(lambda r: slice(-r - 1, None), NAN), (2, 1, 5, 7)),
+    "constants in blocks": written(at_places([((slice(i, i + 3), slice(i + 3)), 0.0) for i in range(0, 12, 3)])),
+    "constants in blocks on the diagonal": written(at_places([((slice(i, i + 5),) * 2, 1.0) for i in range(0, 12, 5)])),
+    "constants in blocks of many sizes": written(
+        at_places([((slice(a, b),) * 2, -0.0) for a, b in ((0, 2), (2, 7), (7, 9), (9, 12))])
+    ),
+    "constants in columns": written(at_places([((slice(c, None), c), 0.1) for c in range(12)])),
+    "constants one by one": written(at_places([((i, j), NAN) for i in range(5) for j in range(i + 1)]), (5, 4 + 1)),
+    "constants in every other row": written(at_places([(r, 0.0) for r in range(0, 12, 2)])),
+    "constants over constants": written(at_places([item for r in range(12) for item in ((r, 7.0), ((r, slice(r)), 0.0))])),
+    "constants in some rows": written(at_places([((-r, slice(None, -r)), 0.0) for r in range(1, 5)])),
+    "a constant in a row": written(at_places([(5, 0.1)])),
+    "a constant in rows, and one in columns": written(at_places([(slice(2, 5), 1.0), ((slice(None), slice(3, 4)), 0.0)])),
+    "a constant nowhere": written(at_places([((3, slice(0, 0)), 1.0)])),
+    "a constant everywhere": written(at_places([((slice(i, i + 6),), 2.0) for i in (0, 6)])),
+    "constants in three dimensions": written(at_places([((0, 1, 2), 0.0), ((1, 1, 1), 0.0)]), (3, 3, 3)),
+    "a constant in rows that are then read": written(lambda x: [x[i, :2].fill_(x[i - 1, 3]) for i in range(3)], changes=False),
+    "a constant in every other row, by steps": written(at_places([(slice(None, None, 2), 0.0)])),
+    **{
+        f"constants at random {i}": written(at_places([((some(12), some(12)), RANDOM.choice((0.0, INF))) for _ in range(i)]))
+        for i in range(1, 12)
+    },
+    **{f"constants in rows at random {i}": written(by_row(lambda _: some(12), 3.0)) for i in range(4)},
+}
+CASES |= WRITTEN
 
 
 @pytest.mark.parametrize("name", CASES)

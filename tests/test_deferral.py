@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from streamfx.backend import Compilation
+from streamfx.errors import NotStreamed
 from streamfx.lazy import defer_outputs
 from streamfx.options import resolved
 from tests.support.heads import HEADS, Decoder, decoder, some_ids
@@ -80,6 +82,35 @@ def test_rows_are_known_where_functions_work_row_by_row(head: str, dims: tuple[i
     assert (None if rows is None else rows.dims) == dims
 
 
+TRANSPOSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "H": lambda w: w.H,
+    "mH": lambda w: w.mH,
+    "t": lambda w: w.t(),
+    "torch.t": torch.t,
+    "adjoint": lambda w: w.adjoint(),
+    "torch.adjoint": torch.adjoint,
+    "transpose": lambda w: w.transpose(0, 1),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "movedim": lambda w: w.movedim(0, 1),
+    "moveaxis": lambda w: w.moveaxis(0, 1),
+    **{f"aten.{name}": getattr(torch.ops.aten, name) for name in ("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")},
+    **{f"{name}.default": getattr(torch.ops.aten, name).default for name in ("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")},
+}
+
+
+@pytest.mark.parametrize("name", [*TRANSPOSED, "torch.linalg.matmul"])
+def test_a_head_is_found_however_its_weight_is_transposed(name: str) -> None:
+    """Dynamo writes an attribute as one until torch 2.13, later as an operator."""
+    turn, product = TRANSPOSED.get(name, torch.t), torch.linalg.matmul if name == "torch.linalg.matmul" else torch.matmul
+    deferral = defer_outputs(dynamo_graph(decoder(lambda model, x, ids: product(x, turn(model.weight))), some_ids()))
+    assert deferral is not None
+    rows = deferral.plan.recipes[0].rows
+    assert rows is not None and rows.dims == (0, 1, None)
+
+
 def test_small_outputs_stay_as_they_are() -> None:
     def head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
         return F.linear(x, model.weight[:12])  # less than twice the width
@@ -94,5 +125,5 @@ def test_an_error_in_the_search_leaves_outputs_dense(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("streamfx.backend.defer_outputs", broken)
     module = dynamo_graph(decoder(), some_ids())
     assert Compilation(module, resolved()).deferral() is None
-    with pytest.raises(KeyError):
+    with pytest.raises(NotStreamed, match="KeyError: 'lost'"):
         Compilation(module, resolved({"strict": True})).deferral()

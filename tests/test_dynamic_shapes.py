@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.ir.joint import is_size
+from streamfx.passes.codegen.adders import ADDERS
+from streamfx.passes.codegen.bodies import EMITTERS
+from streamfx.runtime.experts import GROUPED_OUTER
+from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
+from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support import decoders, hf, layouts
-from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome
+from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_gradients, same_step, twins
@@ -174,3 +183,87 @@ def test_sizes_that_follow_from_what_a_chunk_sees() -> None:
     for length in (13, 9, 21):
         same_step(function, own, eager, batch(length=length))
     check_streamed(backend.facts, True, None)
+
+
+aten = torch.ops.aten
+Program = Callable[["GivenNumber", Tensor, int], Tensor]
+
+
+class GivenNumber(nn.Module):
+    """A few operators on a number that comes with the input, between two linear layers, and attention."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program, self.up, self.down = program, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.randn(11, 8))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        made: Tensor = self.down(attended(self.program(self, self.up(x), number))).sin().square().mean()
+        return made
+
+
+def attended(x: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+    q = x[:, None]
+    return F.scaled_dot_product_attention(q, q, q, mask, is_causal=mask is None, **more)[:, 0]
+
+
+def between_triangles(m: GivenNumber, x: Tensor, n: int) -> Tensor:
+    ones = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    return attended(x, ones.tril() & ones.triu(-n)) + attended(x, ones.tril(n) & ones.triu(-(x.shape[1] // 2)))
+
+
+# operators that are written for a chunk, or added up, by more than a copy, on a number that follows from sizes or was given
+GIVEN: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "masks": (between_triangles, (aten.triu.default,)),
+    "scores": (lambda m, x, n: ((x @ x.mT).tril(n - 5).triu(-n)) @ x, (aten.tril.default, aten.triu.default)),
+    "padding with a number": (lambda m, x, n: F.pad(x, (0, 0, 1, 0), value=n)[:, :-1], ()),
+    "padding": (lambda m, x, n: F.pad(x, (0, 0, n, 0))[:, :-n] + F.pad(x, (0, 0, -n, n)), (aten.constant_pad_nd.default,)),
+    "slices": (lambda m, x, n: x * x[:, n:].sum(1, True), (aten.slice.Tensor, aten.slice_backward.default)),
+    "a row": (lambda m, x, n: x * x[:, n, None], ()),
+    "copies": (lambda m, x, n: x + m.table[0].repeat(n, 1)[1], (aten.repeat.default,)),
+    "a norm": (
+        lambda m, x, n: F.layer_norm(x[..., :n], (n,)).sin().sum(-1, True) + x,
+        (aten.native_layer_norm_backward.default,),
+    ),
+    "a row of a table": (
+        lambda m, x, n: x + F.embedding(torch.arange(x.shape[1])[None] % 11, m.table, padding_idx=n),
+        (aten.embedding_dense_backward.default,),
+    ),
+    "a scale": (lambda m, x, n: attended(x, scale=1 / n) + attended(x, scale=x.shape[1] ** -0.5), ()),
+    "between loops": (lambda m, x, n: x / x.std(1, keepdim=True) * (1.0 * n) ** -torch.arange(8), ()),
+}
+
+OTHERS = {
+    *(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD, GROUPED_OUTER),  # whose numbers are sizes: other tests make them dynamic
+    *(aten.convolution.default, aten.convolution_backward.default),  # refused by their rule
+    *(ATTENTION, ATTENTION_BACKWARD, aten.select.int, aten.select_backward.default),  # of which Dynamo makes constants
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
+    """A chunk's operator takes them as the body has them: nodes of the joint graph are none of the body."""
+    program, operators = GIVEN[name]
+    torch.manual_seed(0)
+    model, backend = GivenNumber(program).double(), recorder(bodies="eager", chunk_size=5)
+    call = torch.compile(model, backend=backend, dynamic=True)
+    for length, number in ((13, 5), (21, 7)):
+        x = torch.randn(2, length, 8, dtype=torch.float64)
+        found, truth = (
+            torch.autograd.grad(run(x, number), [*model.parameters()], allow_unused=True, materialize_grads=True)
+            for run in (call, model)
+        )
+        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+    check_streamed(backend.facts, None, None)
+    facts = backend.facts[-1]
+    assert facts.program is not None
+    for target in operators:
+        calls = facts.joint.graph.find_nodes(op="call_function", target=target)
+        assert any(is_size(argument) for node in calls for argument in node.all_input_nodes), target
+
+
+def test_each_operator_that_takes_numbers_is_given_some() -> None:
+    """Those that have a rule of their own for chunks, or for sums over chunks."""
+    schemas = {target: str(target._schema) for target in (*EMITTERS, *ADDERS) if isinstance(target, torch._ops.OpOverload)}
+    taking = {target for target, schema in schemas.items() if re.search(r"SymInt|Scalar |float\?", schema)}
+    assert taking - OTHERS == {target for _, operators in GIVEN.values() for target in operators}

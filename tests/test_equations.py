@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NO_KERNEL_DOES
+from streamfx.passes.canonicalization.canonicalize import TABLE, WHERE_NOTHING_ELSE_DOES
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.report.listing import call_text, dtype_text, shape_text
@@ -27,7 +27,7 @@ from tests.support.stateful.selective import selective, selective_backward
 aten = torch.ops.aten
 all_reduce, wait_tensor = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
 CASES = test_canonical.CASES | test_canonical_equations.CASES | test_canonical_blocks.CASES
-ROWS = {row.name: row for row in (*TABLE, *WHERE_NO_KERNEL_DOES)}
+ROWS = {row.name: row for row in (*TABLE, *WHERE_NOTHING_ELSE_DOES)}
 
 
 def heads(summed: Callable[[Tensor], Tensor]) -> Case:
@@ -139,6 +139,7 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
     "gradient of a block": (CASES["a gradient of a block"], CASES["a gradient between blocks"]),
     "sum of joined blocks": (CASES["blocks that are added"], CASES["blocks that are repeated and added"]),
     "block of joined blocks": (CASES["a block of joined ones"], CASES["blocks that are joined otherwise"]),
+    "constants that were written": (CASES["constants in rows of a list"], CASES["constants in three dimensions"]),
     "rows of what was written": (CASES["all rows but the last block's"], CASES["rows from within a block on"]),
     "all that was written": (CASES["all that was written"], CASES["all but a gap that was written"]),
     "blocks that were written": (CASES["blocks that are joined"], CASES["blocks of two sizes that are joined"]),
@@ -239,7 +240,9 @@ OTHERWISE = {
     "result within a result",
     "scan over rows",
     "convolution of the package",
-}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package
+    "rows of a list",
+    "gradient of rows of a list",
+}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package, test_constant_places
 
 
 def listing(graph: fx.Graph) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamfx.cost.memory import cost_of
 from streamfx.errors import OverBudget
@@ -16,7 +16,7 @@ from streamfx.ir.lengths import Lengths
 from streamfx.ir.plan import AutoChunk
 from streamfx.passes.partition.fit import held_bytes
 from tests.support.exactness import recorder
-from tests.support.small import Causal, tokens
+from tests.support.small import VOCABULARY, WIDTH, Causal, tokens
 
 CHEAP = {"keep_every": 1, "save": "inputs", "bodies": "eager"}  # one candidate
 
@@ -33,7 +33,7 @@ class Calls:
     def step(self, length: int) -> Facts | None:
         """What was found in the graph that this call was compiled to; None where it runs one that was there."""
         known, ids = len(self.backend.compilations), tokens(2, length)
-        torch._dynamo.mark_dynamic(ids, 1)
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
         found = self.gradients(self.compiled, ids)
         torch.testing.assert_close(found, self.gradients(self.model, ids), rtol=1e-10, atol=1e-12)
         compilations = self.backend.compilations[known:]
@@ -41,6 +41,17 @@ class Calls:
 
     def gradients(self, call: Any, ids: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(call(ids, ids), list(self.model.parameters()))
+
+
+class Placed(nn.Module):
+    """Embeddings of ids and of their positions, of which there are as many as a table has rows."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.ids, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(longest, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ids(ids) + self.positions[: ids.shape[1]]
 
 
 def peak(facts: Facts | None) -> int:
@@ -84,6 +95,17 @@ def test_what_fits_no_length_is_refused_when_it_comes(few_simulations: None) -> 
     with pytest.raises(OverBudget, match="smallest possible peak is"):
         calls.step(4000)
     assert calls.step(20) is None
+
+
+def test_no_plan_is_made_for_lengths_that_the_graph_is_not_for(few_simulations: None) -> None:
+    """A longer sequence than a table of positions has rows cannot be followed, and need not be."""
+    calls = Calls(memory_budget=800 << 10, **CHEAP)
+    calls.model.embed = Placed(1000).double()  # type: ignore[assignment]
+    short = calls.step(32)
+    assert short is not None and short.program is None
+    long = calls.step(800)
+    assert peak(long) <= 800 << 10
+    assert 800 <= most(long) <= 1000
 
 
 def test_what_is_kept_because_it_is_small() -> None:

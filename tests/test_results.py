@@ -119,6 +119,39 @@ def test_views_of_any_length_show_eagers_rows(name: str, with_gradients: bool) -
             torch.testing.assert_close(*made)
 
 
+DETACHED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {  # results beside others that are cut off from autograd
+    "a row": lambda x, y: (y[:, -1], y.detach()),
+    "a row, behind": lambda x, y: (y.detach(), y[:, -1]),
+    "all of it": lambda x, y: (y, y.detach()),
+    "all of it, as a view": lambda x, y: (y.view(y.shape), y.detach()),
+    "parts": lambda x, y: (y[:, -1], y[:, :4].detach(), y.detach()[:, 4:]),
+    "turned": lambda x, y: (y.mT, y.flatten(0, 1), y.detach()),
+    "data": lambda x, y: (y[:, -1], y.data),
+    "several": lambda x, y: (y[:, -1], y[:, 0], y.detach(), y.data, y.detach().mT, y[:, 3:5].detach()),
+    "detached alone": lambda x, y: (y.detach(), y.data, y.detach()[:, 1]),
+    "of an input": lambda x, y: (x[:, -1], x.detach(), x.detach()[:, 2:]),
+    "written": lambda x, y: ((z := y * 2)[:, -1], z.detach().add_(1), z.detach()),
+    "of complex numbers": lambda x, y: ((z := torch.polar(y, y))[:, -1], z.detach(), z.real.detach()),
+    "in blocks": lambda x, y: (y.unsqueeze(1), *y.detach().split([2, y.shape[1] - 2], 1)),
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_detached_results_ask_for_no_gradients(name: str, dynamic: bool) -> None:
+    """A view of a result that does would ask for them, too, and give no arrays."""
+    torch.manual_seed(0)
+    model = ReturnsViews(DETACHED[name]).double()
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "eager"}, dynamic=dynamic)
+    given = torch.randn(2, 13, 4, dtype=torch.float64, requires_grad=True)
+    found, wanted = compiled(given), model(given)
+    assert [item.requires_grad for item in found] == [item.requires_grad for item in wanted]
+    arrays = ([item.numpy() for item in items if not item.requires_grad] for items in (found, wanted))
+    torch.testing.assert_close(*arrays)
+    sums = (sum(item.abs().sin().sum() for item in items if item.requires_grad) for items in (found, wanted))
+    torch.testing.assert_close(*(torch.autograd.grad(total, [given, *model.parameters()]) for total in sums))
+
+
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_a_view_of_memory_that_two_inputs_share_and_one_writes(with_gradients: bool) -> None:
     """AOTAutograd takes the memory for one input: what is returned is part of what was written into it."""

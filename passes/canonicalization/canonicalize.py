@@ -14,6 +14,7 @@ from streamfx.passes.canonicalization import (
     associative_scans,
     attention_with_sink,
     blocks_of_rows,
+    constant_writes,
     convolution_package,
     convolutions,
     decayed_sums,
@@ -70,6 +71,8 @@ TABLE: tuple[Equation, ...] = (
     joins.token_shift,
     joins.rows_written_into_a_constant,
     row_numbers.rows_of_a_matrix,
+    row_numbers.rows_of_a_list,
+    row_numbers.gradient_of_rows_of_a_list,
     inverse_orders.rows_put_back,
     inverse_orders.gradient_of_rows_put_back,
     inverse_orders.gradient_of_rows_in_order,
@@ -112,7 +115,10 @@ TABLE: tuple[Equation, ...] = (
     convolution_package.convolution_of_the_package,
     grouped.heads_repeated_for_groups,
 )
-WHERE_NO_KERNEL_DOES: tuple[Equation, ...] = (dropped_column.softmax_without_a_column,)
+WHERE_NOTHING_ELSE_DOES: tuple[Equation, ...] = (
+    dropped_column.softmax_without_a_column,
+    constant_writes.constants_that_were_written,
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class Canonicalize:
 def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     """Simplify a graph in place; its inputs and outputs stay what they are, and `results` of them are the caller's."""
     simplify(graph, TABLE, results)
-    while simplify(graph, WHERE_NO_KERNEL_DOES, results):
+    while simplify(graph, WHERE_NOTHING_ELSE_DOES, results):
         simplify(graph, TABLE, results)
     undo_orders(graph, PRODUCTS)
     drop_unused(graph)

@@ -30,10 +30,10 @@ def constant_like_another(node: fx.Node, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.full.default, arguments["size"], fill, dtype=own.dtype, device=own.device)
 
 
-@equation(aten.fill.Scalar)
+@equation(aten.fill.Scalar, aten.zero.default)
 def filled(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """fill(x, value) -> full_like(x, value)"""
-    return writer.call(aten.full_like.default, *node.args)
+    """fill(x, value) -> full_like(x, value), zero(x) -> full_like(x, 0)"""
+    return writer.call(aten.full_like.default, *node.args, *(() if node.target is aten.fill.Scalar else (0,)))
 
 
 @equation(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)

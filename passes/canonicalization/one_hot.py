@@ -6,84 +6,148 @@ up, too. That numbers are in range is asserted, as the look-up does itself.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.equation import equation
-from streamfx.passes.canonicalization.row_numbers import repeats
+from streamfx.passes.canonicalization.row_numbers import NUMBERS, VIEWS, repeats
 from streamfx.passes.operators.fillers import is_zero
 
 aten = torch.ops.aten
+OF_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """`x[arange(b)[:, None], arange(t), numbers]`: indices of which all but one count every row of their dimension."""
+
+    source: fx.Node
+    numbers: fx.Node
+    dim: int
+    rows: int  # dimensions that are counted
+
+    @property
+    def rank(self) -> int:
+        """Of what is looked up, or put."""
+        return len(shape_of_node(self.source)) - 1
 
 
 @equation(aten.index.Tensor)
 def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)"""
-    arguments = bound_arguments(node)
-    source, numbers = arguments["self"], _numbers(arguments)
-    if numbers is None:
+    found = _numbers(node)
+    if found is None or not node.meta["val"].is_floating_point() or any(_is_changed_in_place(user, found) for user in node.users):
         return None
-    hit = _hit(_in_range(numbers, source, writer), source, writer)
+    source, hit = found.source, _hit(found, writer)
     signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
-    taken, sign = (_sum_of_hits(hit, values, writer) for values in (source, signs))
+    taken, sign = (_sum_of_hits(hit, values, found.dim, writer) for values in (source, signs))
     return writer.call(aten.copysign.Tensor, taken, sign)
 
 
-def _sum_of_hits(hit: fx.Node, values: fx.Node, writer: GraphWriter) -> fx.Node:
-    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [1])
+def _sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
+    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _number(0.0, values, writer)), [dim])
 
 
 @equation(aten.index_put.default)
 def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """index_put(zeros, [arange(b), last], d) -> where(arange(t) == last[:, None], d[:, None], 0)
+    """index_put(x, [arange(b), last], d) -> where(arange(t) == last[:, None], d[:, None], x)
 
-    The gradient of the look-up.
+    Each row's number names another place, so that nothing is added twice: x + d where it accumulates. What is made of the look-up
+    x[arange(b), last] itself, as by x[arange(b), last] -= 1, is made of x. The gradient of a look-up is put into zeros.
     """
+    arguments, found = bound_arguments(node), _numbers(node)
+    target, values, dtype = arguments["self"], arguments["values"], node.meta["val"].dtype
+    if found is None or values.meta["val"].dtype != dtype or len(shape_of_node(values)) > found.rank:
+        return None
+    if arguments["accumulate"] and not dtype.is_floating_point:
+        return None
+    if not arguments["accumulate"] and _is_of(values, found):
+        made = writer.call(values.target, target, *values.args[1:], **values.kwargs)
+    elif not is_zero(target):
+        made = _spread(values, found, writer)
+        made = writer.call(aten.add.Tensor, target, made) if arguments["accumulate"] else made
+    else:  # zero plus -0 is zero
+        made = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
+        return writer.call(aten.where.self, _hit(found, writer), _spread(made, found, writer), _number(0.0, target, writer))
+    return writer.call(aten.where.self, _hit(found, writer), made, target)
+
+
+def _spread(values: fx.Node, found: _Numbers, writer: GraphWriter) -> fx.Node:
+    """Values for each row, the same for all places that its number may name."""
+    for _ in range(found.rank - len(shape_of_node(values))):
+        values = writer.call(aten.unsqueeze.default, values, 0)
+    return writer.call(aten.unsqueeze.default, values, found.dim)
+
+
+def _is_changed_in_place(values: fx.Node, found: _Numbers) -> bool:
+    """Whether what is made of a look-up is put where that was found."""
+    return _is_of(values, found) and any(
+        user.target is aten.index_put.default and node_argument(user) is found.source and _numbers(user) == found
+        for user in values.users
+    )
+
+
+def _is_of(values: fx.Node, found: _Numbers) -> bool:
+    """Whether values are made, element by element, of what stands in the places they are put in."""
+    if values.target not in OF_NUMBERS or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
+        return False
+    look_up = node_argument(values)
+    return look_up.target is aten.index.Tensor and _numbers(look_up) == found
+
+
+def _numbers(node: fx.Node) -> _Numbers | None:
     arguments = bound_arguments(node)
-    target, values, numbers = arguments["self"], arguments["values"], _numbers(arguments)
-    if numbers is None or not is_zero(target) or shape_of_node(values) != shape_of_node(node)[:1] + shape_of_node(node)[2:]:
-        return None
-    hit = _hit(_in_range(numbers, target, writer), target, writer)
-    if arguments["accumulate"]:  # zero plus -0 is zero
-        values = writer.call(aten.add.Tensor, values, _number(0.0, target, writer))
-    return writer.call(aten.where.self, hit, writer.call(aten.unsqueeze.default, values, 1), _number(0.0, target, writer))
-
-
-def _numbers(arguments: dict[str, Any]) -> fx.Node | None:
-    """The second of two indices, where the first counts all rows."""
     source, indices = arguments["self"], arguments["indices"]
-    shape = shape_of_node(source)
-    if len(indices) != 2 or not all(is_tensor(index) for index in indices) or not source.meta["val"].is_floating_point():
+    shape, count = shape_of_node(source), len(indices)
+    if count < 2 or not all(is_tensor(index) and index.meta["val"].dtype in NUMBERS for index in indices):
         return None
-    first, second = indices
-    if any(len(shape_of_node(index)) != 1 or index.meta["val"].dtype != torch.int64 for index in indices):
+    counted = [_counts(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
+    dim = next((i for i, place in enumerate(counted) if place != i), count)
+    numbers = indices[dim] if dim < count else None
+    if numbers is None or counted[dim + 1 :] != list(range(dim, count - 1)):
         return None
-    if shape_of_node(first) != shape[:1] or shape_of_node(second) != shape[:1] or repeats(first, shape[0]) != 1:
-        return None
-    return second
+    rows = (*shape[:dim], *shape[dim + 1 : count])
+    return _Numbers(source, numbers, dim, count - 1) if shape_of_node(numbers) == rows else None
 
 
-def _in_range(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> fx.Node:
+def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
+    """Along which dimension of so many an index counts all rows, and is the same along all others."""
+    own = shape_of_node(index)
+    while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
+        before = shape_of_node(node_argument(index))
+        if index.target is aten.expand.default:
+            own = (1,) * (len(own) - len(before)) + before if own == shape_of_node(index) else ()
+        index = node_argument(index)
+    wide = [place for place, size in enumerate(own) if size != 1]
+    is_vector = len(shape_of_node(index)) == 1 and len(wide) == 1 and own[wide[0]] == shape_of_node(index)[0]
+    return wide[0] + rank - len(own) if is_vector and repeats(index, rows) == 1 else None
+
+
+def _in_range(found: _Numbers, writer: GraphWriter) -> fx.Node:
     """Numbers counted from the start, all of which are there."""
-    size = size_arguments(source, writer)[1]
+    numbers, size = found.numbers, size_arguments(found.source, writer)[found.dim]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
     inside = writer.call(aten.ge.Scalar, counted, 0), writer.call(aten.lt.Scalar, counted, size)
     is_there = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *inside))
-    writer.call(aten._assert_async.msg, is_there, "index out of bounds for dimension 1")
+    writer.call(aten._assert_async.msg, is_there, f"index out of bounds for dimension {found.dim}")
     return counted
 
 
-def _hit(numbers: fx.Node, source: fx.Node, writer: GraphWriter) -> fx.Node:
+def _hit(found: _Numbers, writer: GraphWriter) -> fx.Node:
     """[b t 1 ...]: whether a row's number is the one that is asked for."""
-    rank = len(shape_of_node(source))
-    position = writer.call(aten.arange.default, size_arguments(source, writer)[1], device=numbers.meta["val"].device)
-    wide = writer.call(aten.unsqueeze.default, position, 0), writer.call(aten.unsqueeze.default, numbers, 1)
-    return _unsqueezed(writer.call(aten.eq.Tensor, *wide), 2, rank, writer)
+    counted, size = _in_range(found, writer), size_arguments(found.source, writer)[found.dim]
+    position = writer.call(aten.arange.default, size, device=counted.meta["val"].device)
+    for _ in range(found.dim):
+        position = writer.call(aten.unsqueeze.default, position, 0)
+    position = _unsqueezed(position, found.dim + 1, found.rows + 1, writer)
+    hit = writer.call(aten.eq.Tensor, position, writer.call(aten.unsqueeze.default, counted, found.dim))
+    return _unsqueezed(hit, found.rows + 1, found.rank + 1, writer)
 
 
 def _unsqueezed(node: fx.Node, rank: int, wanted: int, writer: GraphWriter) -> fx.Node:

@@ -20,7 +20,7 @@ from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
 from streamfx.passes.operators.opaque import LAYOUTS, is_opaque
 from streamfx.passes.operators.traits import READS_STRIDES
-from streamfx.runtime.as_traced import part_of, strided, strided_scatter
+from streamfx.runtime.as_traced import Untouched, part_of, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -99,6 +99,8 @@ def _matters(where: Any, shared: Mapping[Any, int], has_lengths: bool) -> bool:
 
 def reads_memory(node: fx.Node) -> bool:
     """Whether an operator may read its operands' memory as it lies: one that does, or one that no rule looks into."""
+    if isinstance(node.target, Untouched):  # of one that reads memory as it lies there is none
+        return False
     return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
 
 

@@ -9,6 +9,7 @@ x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y)
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.ranges import is_exact_in
-from streamfx.ir.sizes import Size, product
+from streamfx.ir.sizes import Size, is_never_less, product
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.fillers import is_zero
@@ -28,6 +29,7 @@ NUMBERS = (torch.int64, torch.int32)  # types of row numbers
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ORDERS = (aten.argsort.default, aten.argsort.stable)
 SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # values, and the places where they stood
+LISTED = 16  # numbers in a list that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -90,6 +92,64 @@ def rows_of_a_matrix(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if shape_of_node(arguments["src"]) != (*shape_of_node(index), *width):
         return None
     return writer.call(aten.index_add.default, arguments["self"], 0, index, arguments["src"])
+
+
+@equation(aten.index.Tensor)
+def rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """x[:, [0, 1, -1]] -> cat([x[:, 0:2], x[:, -1:]], 1)
+
+    By a few numbers that the trace holds, which are those of rows that are there.
+    """
+    found = _listed(node)
+    if found is None:
+        return None
+    dim, runs = found
+    parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, start, end) for start, end, _ in runs]
+    return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
+
+
+@equation(aten.index_put.default)
+def gradient_of_rows_of_a_list(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
+    arguments, found = bound_arguments(node), _listed(node)
+    base, rows = arguments["self"], arguments["values"]
+    if found is None or not is_zero(base) or not arguments["accumulate"] or rows.meta["val"].dtype != base.meta["val"].dtype:
+        return None
+    dim, runs = found
+    shape = shape_of_node(base)
+    if shape_of_node(rows) != (*shape[:dim], sum(count for *_, count in runs), *shape[dim + 1 :]):
+        return None
+    own, total, begin = base.meta["val"], None, 0
+    rows = writer.call(aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=own.dtype, device=own.device))
+    for start, end, count in runs:  # zero plus -0 is zero
+        part = writer.call(aten.slice.Tensor, rows, dim, begin, begin + count) if len(runs) > 1 else rows
+        put = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
+        total, begin = put if total is None else writer.call(aten.add.Tensor, total, put), begin + count
+    return total
+
+
+def _listed(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
+    """Along which dimension a constant list looks up rows, and as which slices: first row, behind the last, and how many."""
+    arguments = bound_arguments(node)
+    chosen = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
+    constant = chosen[0][1].meta.get("streamfx_constant") if len(chosen) == 1 else None
+    if constant is None or constant.dtype not in NUMBERS or constant.dim() != 1 or not 0 < len(constant) <= LISTED:
+        return None
+    (dim, _), numbers = chosen[0], constant.tolist()
+    size = shape_of_node(arguments["self"])[dim]
+    if isinstance(size, int):
+        if not all(-size <= number < size for number in numbers):
+            return None
+        numbers = [number % size for number in numbers]
+    elif numbers not in ([0], [-1]) or not is_never_less(size, 1):
+        return None
+    runs: list[tuple[int, int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1, runs[-1][2] + 1
+        else:
+            runs.append((number, number + 1, 1))
+    return dim, [(start, sys.maxsize if end == 0 else end, count) for start, end, count in runs]
 
 
 def is_never_negative(index: fx.Node) -> bool:

@@ -26,7 +26,7 @@ def _product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]
 
 
 def _look_up(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    return sums.add_looked_up, (*builder.operands(node), node.args[3])
+    return sums.add_looked_up, (*builder.operands(node), builder.plain(node.args[3]))
 
 
 def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -36,7 +36,7 @@ def _put(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 def _outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     x, y, group = builder.operands(node)
-    return add_outer, (x, y, *arranged(builder, group, node.args[3]))
+    return add_outer, (x, y, *arranged(builder, group, builder.plain(node.args[3])))
 
 
 def arranged(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Form, Role
-from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor
+from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, number_of
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.needs import Layout, Need
 from streamfx.ir.plan import ChunkPlan, ChunkSize
@@ -35,7 +35,7 @@ from streamfx.ir.program import (
     Stacked,
     Yield,
 )
-from streamfx.ir.sizes import Size, free_symbols, product, size_of
+from streamfx.ir.sizes import Size, free_symbols, product
 from streamfx.ir.span import Span
 from streamfx.passes.codegen.adders import ADD_TO_SOME, ADDERS, ROUNDED_ONCE, mean_count
 from streamfx.passes.codegen.body_inputs import SHAPE_ARGUMENT, BodyInputs
@@ -289,13 +289,17 @@ class BodyBuilder(BodyInputs):
         def replaced(argument: fx.Node) -> Any:
             if is_tensor(argument):
                 return next(operands)
-            return self.number(size_of(argument.meta["val"])) if is_size(argument) else argument
+            return self.plain(argument)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replaced)
         position = SHAPE_ARGUMENT.get(node.target)
         if position is not None:
             args = (*args[:position], self.result_shape(node), *args[position + 1 :])
         return args, dict(kwargs)
+
+    def plain(self, argument: Any) -> Any:
+        """An argument that is no tensor; a number that follows from sizes is a node in the joint graph, which the body lacks."""
+        return self.number(number_of(argument)) if is_size(argument) else argument
 
     # -- finishing
 

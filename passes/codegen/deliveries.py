@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from streamfx.ir.delivery import Delivery, Saved, places_of, sources_of
+from streamfx.attempts import AT_ONCE, attempted
+from streamfx.ir.delivery import Delivery, Saved, Sources, places_of, sources_of
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.passes.codegen.in_place import SAVED_FOR_ONE
 from streamfx.passes.operators.aliasing import memories
@@ -34,22 +36,37 @@ from streamfx.runtime.stagewise import Chain, StagewiseRunner
 from streamfx.torch_private import OpOverload, mutated_inputs
 
 
+class Planned(NamedTuple):
+    """What a `Chain` is told: of which inputs gradients are, in whose memory saved values lie, what each stretch hands over."""
+
+    sources: Sources
+    saved: Saved
+    places: tuple[tuple[int, ...], ...]
+
+
 def plan_chain(
     chain: Chain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
     """Note which gradients can be handed over before the end; inputs that the graph writes to are left as they are."""
+    look, nothing = partial(_planned, joint, forward, backward, num_outputs, num_inputs), Planned({}, (), ())
+    chain.sources, chain.saved, chain.places = attempted(look, nothing, AT_ONCE, strict=False)
+    chain.keep_out(mutated_inputs(joint))
+
+
+def _planned(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> Planned:
+    """No places where there is but one stretch."""
     sources = sources_of(joint, num_outputs, num_inputs)
     place = {source.primal: place for place, source in sources.items()}
     lies_in = inputs_saved(forward, num_outputs)
     saved = tuple(frozenset(place[primal] for primal in some if primal in place) for some in lies_in)
     places = places_of(deliveries(backward, saved)) if sources else ()
-    chain.sources, chain.saved, chain.places = sources, saved, places if len(places) > 1 else ()
-    chain.keep_out(mutated_inputs(joint))
+    return Planned(sources, saved, places if len(places) > 1 else ())
 
 
 def in_stretches(runner: OuterRunner, chain: Chain) -> Callable[[list[Any]], Any]:
     """A backward half that hands gradients over as the chain expects it; where its graph is another one by now, at its end."""
-    found = deliveries(runner.module, chain.saved) if chain.places else ()
+    none = tuple[Delivery, ...]()
+    found = attempted(partial(deliveries, runner.module, chain.saved), none, AT_ONCE, strict=False) if chain.places else none
     return StagewiseRunner(runner, found, chain) if found and places_of(found) == chain.places else runner
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Form, Role
-from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, node_argument, number_of, shape_of_node, tensor_operands
 from streamfx.ir.needs import Need
 from streamfx.ir.program import Shifted
 from streamfx.ir.signature import SingleRow
-from streamfx.ir.sizes import Size, is_never_less, size_of
+from streamfx.ir.sizes import Size, is_never_less
 from streamfx.passes.codegen.adders import arranged, mean_count
 from streamfx.passes.codegen.bodies import BodyBuilder, emit_copy, emits
 from streamfx.passes.codegen.waits import REDUCED
@@ -82,7 +82,7 @@ def triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The diagonal moves with the first row and the first column of the part."""
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
-    diagonal: Any = bound_arguments(node)["diagonal"]
+    diagonal = number_of(bound_arguments(node)["diagonal"])
     shift = _first(builder, node, rank - 2) - _first(builder, node, rank - 1)
     moved = builder.number(diagonal + shift)
     return builder.graph.call_function(node.target, (operand, moved))  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 def _sizes(node: fx.Node) -> list[Any]:
     """The arguments behind the first as sizes."""
-    return [size_of(item.meta["val"]) if isinstance(item, fx.Node) else item for item in node.args[1:]]
+    return [number_of(item) for item in node.args[1:]]
 
 
 def _stays_in_rows(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
@@ -179,7 +179,7 @@ def shifted_rows(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     rank = len(shape_of_node(node))
     pad: list[Any] = [0, 0] * (rank - placement.dim)
     pad[-2:] = [builder.number(before), builder.number(after)]
-    value = bound_arguments(node).get("value", 0) if node.target is aten.constant_pad_nd.default else 0
+    value = builder.plain(bound_arguments(node).get("value", 0)) if node.target is aten.constant_pad_nd.default else 0
     return builder.graph.call_function(aten.constant_pad_nd.default, (operand, pad, value))
 
 
@@ -192,7 +192,7 @@ def convolution(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     arguments = bound_arguments(node)
     rows, weight, *bias = (builder.operand(need) for need in (x, *others))
     around = _around(builder, x)
-    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
     return builder.graph.call_function(windows.convolve, (rows, weight, bias[0] if bias else None, around, *options))
 
 
@@ -203,7 +203,7 @@ def weight_gradient(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         return builder.graph.call_function(windows.mixing_gradient, builder.arguments(node)[0])
     arguments = bound_arguments(node)
     operands = [builder.operand(need) for need in (gradient, *others)]
-    options = (arguments["dilation"][0], arguments["transposed"], arguments["groups"])
+    options = (arguments["dilation"][0], arguments["transposed"], builder.plain(arguments["groups"]))
     return builder.graph.call_function(windows.weight_gradient, (*operands, _around(builder, gradient), *options))
 
 
@@ -222,7 +222,7 @@ def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """A dimension of size one is repeated as often as the chunk has rows, any other as often as it has copies."""
     (operand,) = builder.operands(node)
     own = shape_of_node(tensor_operands(node)[0])
-    times = [builder.number(size_of(item.meta["val"])) if is_size(item) else item for item in bound_arguments(node)["repeats"]]
+    times = [builder.plain(item) for item in bound_arguments(node)["repeats"]]
     for position, dim in enumerate(builder.layout.axes.signatures[node].results[0]):
         before = position - (len(times) - len(own))
         if before < 0 or own[before] == 1 or len(dim) == 2:
@@ -233,11 +233,9 @@ def repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @emits(aten.native_layer_norm_backward.default)
 def layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """The CPU kernel reads mean and scale as if they were contiguous, which rows of a batch are not."""
-    operands = builder.operands(node)
-    operands[2:4] = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in operands[2:4]]
-    replaced = iter(operands)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(replaced))
-    return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
+    args, kwargs = builder.arguments(node)
+    statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
 
 
 @emits(GROUPED_MM)
@@ -250,7 +248,7 @@ def grouped_mm(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @emits(GROUPED_OUTER)
 def grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     x, y, group = builder.operands(node)
-    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, node.args[3])))
+    return builder.graph.call_function(ARRANGED_OUTER, (x, y, *arranged(builder, group, builder.plain(node.args[3]))))
 
 
 @emits(ALL_REDUCE)
@@ -284,7 +282,7 @@ def attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 def _scores(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
     """What is said of scores: their scale, and whether some may be so large that a mask's finite numbers do not hide them."""
-    scale = {"scale": bound_arguments(node)["scale"]}
+    scale = {"scale": builder.plain(bound_arguments(node)["scale"])}
     return scale if not mask or node in builder.layout.causality.ordinary else {**scale, "finite_hides": False}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import is_size
+from streamfx.runtime.as_traced import Untouched
 from streamfx.runtime.in_place import OVER_FIRST
 from streamfx.torch_private import OpOverload
 
@@ -43,6 +44,8 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
 
 def _may_alias(target: Any) -> bool:
     """Whether an operator may return memory that it was given: those of a schema say so, of others nobody knows."""
+    if isinstance(target, Untouched):
+        return False
     return not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default or is_view(target)
 
 

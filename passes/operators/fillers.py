@@ -27,13 +27,13 @@ def fill_of(node: Any) -> float | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.scalar_tensor.default:
-        return _number(node.args[0], node.meta["val"].dtype)
+        return number_in(node.args[0], node.meta["val"].dtype)
     if node.target not in FILLERS:
         return None
-    return _number(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta["val"].dtype)
+    return number_in(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta["val"].dtype)
 
 
-def _number(value: Any, dtype: torch.dtype) -> float | None:
+def number_in(value: Any, dtype: torch.dtype) -> float | None:
     """A number that fills values of a type; None for those that the type has to change (fractions keep some of their digits)."""
     if not isinstance(value, (int, float)) or dtype.is_complex:
         return None

@@ -19,7 +19,7 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, bytes_like, cost_of
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import CHUNK, LOSS, PARAMETERS, STAGE_INPUTS, loss_values
-from streamfx.errors import OverBudget
+from streamfx.errors import OverBudget, told
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.fitting import Candidate, Fitting, Tried
 from streamfx.ir.joint import device_of
@@ -61,6 +61,10 @@ class Fit:
                     return search.best()
             except OverBudget as error:
                 refused = error
+            except Exception as error:  # lengths that the graph is not for: beyond a table of positions, say
+                if lengths == now:
+                    raise
+                log.info("it is not known what a plan for %s takes: %s", lengths, told(error))
         raise refused
 
 

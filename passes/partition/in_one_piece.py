@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from torch import fx
 
+from streamfx.attempts import NOT_LOOKED_AT, attempted
 from streamfx.budget import bytes_of
-from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.cost.memory import bytes_like, cost_of
 from streamfx.errors import told
-from streamfx.ir.facts import Facts
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import JointGraph, device_of, outputs_of
+from streamfx.ir.lengths import Lengths
 from streamfx.log import log
 from streamfx.options import Options
 from streamfx.passes.operators.aliasing import memories
@@ -34,10 +37,11 @@ LEAVES_OPEN |= {"memory_budget": None, "adjoints": "exact", "strict": False}
 
 @dataclass(frozen=True)
 class InOnePiece:
-    """Halves of a graph as it stood, and what a step through them costs."""
+    """Halves of a graph as it stood, the bytes that a step has alive at most, and lengths for which they are smaller."""
 
     halves: Halves
-    cost: Cost
+    peak: int
+    lengths: Lengths | None = None
 
 
 def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
@@ -46,13 +50,16 @@ def may_fit_whole(joint: JointGraph, budget: int | float | str) -> bool:
     Memory that the forward half surely makes is counted, each once. Where the user's code asks for values to be made again,
     what is kept is not known yet.
     """
+    return attempted(partial(_leaves_room, joint, budget), True, NOT_LOOKED_AT, strict=False)
+
+
+def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
     if any("recompute" in node.meta for node in joint.graph.nodes):
         return True
     held = held_bytes(joint.graph, joint.tangents)
     left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
     read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
-    kept = {node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function"}
-    return sum(bytes_like(node.meta.get("val")) for node in kept) <= left
+    return _bytes(node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function") <= left
 
 
 def fits_whole(
@@ -78,17 +85,34 @@ def may_stand(facts: Facts, options: Options) -> bool:
     return facts.program is not None and not asks and not has_collectives(facts.joint.graph)
 
 
-def smaller_than(peak: int, ways: Iterable[Callable[[], Halves]], num_outputs: int) -> InOnePiece | None:
-    """The smallest of some ways to run a graph in one piece, where it takes less than `peak` bytes by more than is tolerated."""
+def smaller_than(
+    ours: int, facts: Facts, capture: Callable[[], Facts], ways: Iterable[Callable[[], Halves]]
+) -> InOnePiece | None:
+    """The smallest of some ways to run a graph in one piece, where it takes less than the `ours` bytes of its loops, by more than
+    is tolerated; None where none does, or none would in calls that are longer.
+    """
+    program, num_outputs = known(facts.program), len(facts.joint.outputs)
+    if bytes_at_least(capture().joint) >= ours:
+        return None
     found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
-    least = min(found, key=lambda piece: piece.cost.peak, default=None)
-    return least if least is not None and least.cost.peak * TOLERATED < peak else None
+    piece = min(found, key=lambda piece: piece.peak, default=None)
+    if piece is None or piece.peak * TOLERATED >= ours:
+        return None
+    now = Lengths.now(facts.joint.graph)
+    if not now:
+        return piece
+
+    def holds(lengths: Lengths) -> bool:
+        return cost_of(*piece.halves, num_outputs).peak <= cost_of(program.forward, program.backward, num_outputs).peak
+
+    furthest = now.furthest(holds, close=2)  # for these lengths alone each longer call would be compiled again
+    return None if furthest == now else replace(piece, lengths=furthest)
 
 
 def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | None:
     try:
         halves = make()
-        return InOnePiece(halves, cost_of(*halves, num_outputs))
+        return InOnePiece(halves, cost_of(*halves, num_outputs).peak)
     except Exception as error:  # an operator that only a tracer can run
         log.info("not known what the graph takes as it stands: %s", told(error))
         return None
@@ -127,4 +151,4 @@ def _made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:
-    return sum(bytes_like(node.meta.get("val")) for node in values)
+    return sum(bytes_like(node.meta.get("val")) for node in set(values))

@@ -21,6 +21,7 @@ from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
 from streamfx.cost.kernels import by_kernel
+from streamfx.cost.most_rows import with_most_rows
 from streamfx.cost.nested import tensors_in
 from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.totals import added_to, bytes_of_total
@@ -42,6 +43,10 @@ class Rise:
 ADDS_ROWS = (torch.ops.aten.index_add_.default, torch.ops.aten.scatter_.src)  # the last argument
 COPIES = torch.ops.aten.copy_.default
 UNWRITTEN = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+CLONES_MEMORY = {  # with all memory that the first operand lies in; what a fake tensor's cache makes of them has less
+    getattr(torch.ops.aten, name)
+    for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "copy")
+}
 ASKS_DEVICE = torch.ops.prim.device.default
 HOST_COPIES = (to_host, from_host)  # they run beside the work of the device: `planner/overlap.py` says what they add
 
@@ -78,10 +83,11 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:  # no work: how often autograd asks is its own affair
             return args[0].device
-        out = func(*args, **kwargs)
+        out = with_most_rows(func, args, kwargs)
         self._count(func, args, kwargs, out)
         if func is not to_host:  # what waits on the host is not in the device's memory
-            self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term)
+            least = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
+            self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, least)
         if workspace := workspace_of(func, args, kwargs):
             self.reached(Rise(workspace, {self.term: workspace}))
         return out
@@ -201,14 +207,21 @@ class Meter(TorchDispatchMode):
         moved, kernels = self._fusion.flush()
         self.work = self.work._replace(fused=self.work.fused + moved, kernels=self.work.kernels + kernels)
 
-    def _note_new(self, out: Any, arguments: Any, term: str) -> None:
+    def _size_of(self, tensor: Tensor) -> int:
+        """Bytes of the memory that a tensor lies in; of one whose elements share memory, those of its own."""
+        if 0 in tensor.stride():
+            return 0
+        storage = tensor.untyped_storage()
+        return self._sizes.get(storage._cdata, (storage.nbytes(), ""))[0]
+
+    def _note_new(self, out: Any, arguments: Any, term: str, least: int = 0) -> None:
         made = {key: (storage, device) for key, storage, device in _storages(out) if key not in self._sizes}
         if not made:
             return
         before = {key for key, *_ in _storages(arguments)}
         for key, (storage, device) in made.items():
             if key not in before:
-                size = allocated(storage.nbytes(), device)
+                size = allocated(max(storage.nbytes(), least) if storage.nbytes() else 0, device)
                 self._sizes[key] = size, term
                 self.live += size
                 self.live_terms[term] += size

@@ -157,7 +157,7 @@ class Facts:
     where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
     run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
     were taken off the graph. Rows are reduced over ranks `apart` from loops, between them, where that has a reason.
-    `truncations` are those of recurrences.
+    `truncations` are those of recurrences. `faults` tells of exceptions that no pass meant to raise, and of remedies.
     """
 
     joint: JointGraph
@@ -175,6 +175,7 @@ class Facts:
     stands: str | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
     apart: str | None = None
+    faults: tuple[str, ...] = ()
     truncations: Mapping[fx.Node, Truncation] = field(default_factory=dict)
 
     @property

@@ -235,6 +235,11 @@ def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
     return shape_of(node.meta["val"])
 
 
+def number_of(argument: Any) -> Any:
+    """A number that an operator is given: of a node that holds one, the size that it stands for."""
+    return size_of(argument.meta["val"]) if is_size(argument) else argument
+
+
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by the names of the operator's schema, defaults filled in."""
     arguments: dict[str, Any] = {}

@@ -10,15 +10,17 @@ these, so that few are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from streamfx.errors import told
 from streamfx.ir.sizes import Size, simplified
-from streamfx.torch_private.sizes import supposing
+from streamfx.log import log
+from streamfx.torch_private.sizes import largest, supposing
 
 DOUBLINGS = 6  # a plan that holds for 64 times the lengths is not asked for more
 HEADROOM = (2, 1.2, 1)  # how much longer the lengths are that a plan is made for, if there is one for these
@@ -27,13 +29,18 @@ CLOSE = 1.05  # how near to the longest lengths a search for them comes
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for."""
+    """A number for each symbol of a graph's sizes; `now` are those of the call that it is compiled for. The graph is for none
+    above `most`, where that is known: a table of positions has so many rows.
+    """
 
     numbers: Mapping[sympy.Symbol, int]
+    most: Mapping[sympy.Symbol, int] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def now(graph: fx.Graph) -> Lengths:
-        return Lengths({symbol: hint for symbol, (hint, _) in dynamic_sizes(graph).items()})
+        sizes = dynamic_sizes(graph)
+        most = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := largest(size)) is not None}
+        return Lengths({symbol: hint for symbol, (hint, _) in sizes.items()}, most)
 
     def __bool__(self) -> bool:
         return bool(self.numbers)
@@ -42,7 +49,8 @@ class Lengths:
         return ", ".join(f"{symbol} <= {number:,}" for symbol, number in self.numbers.items())
 
     def times(self, factor: float) -> Lengths:
-        return Lengths({symbol: int(number * factor) for symbol, number in self.numbers.items()})
+        longer = {symbol: int(number * factor) for symbol, number in self.numbers.items()}
+        return replace(self, numbers={symbol: min(number, self.most.get(symbol, number)) for symbol, number in longer.items()})
 
     def number(self, size: Size) -> int:
         """A size for these lengths."""
@@ -56,6 +64,8 @@ class Lengths:
         """The longest multiple that something holds for, which holds for these; found as closely as asked for."""
         low, high = 1.0, 2.0
         while high <= 2**DOUBLINGS and self._supposed_to_hold(holds, high):
+            if self.times(high) == self.times(low):
+                return self.times(low)
             low, high = high, 2 * high
         while high / low > close and high <= 2**DOUBLINGS:
             middle = (low * high) ** 0.5
@@ -63,19 +73,26 @@ class Lengths:
         return self.times(low)
 
     def _supposed_to_hold(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
+        """Not for lengths that the graph is not for, with which it cannot be followed: beyond a table of positions, say."""
         longer = self.times(factor)
         with longer.supposed():
-            return holds(longer)
+            try:
+                return holds(longer)
+            except Exception as error:
+                log.info("it is not known what a plan takes for %s: %s", longer, told(error))
+                return False
 
     def with_headroom(self) -> Iterator[Lengths]:
         """These and longer ones, the longest first."""
-        return (self.times(factor) for factor in HEADROOM)
+        longer = [self.times(factor) for factor in HEADROOM]
+        return (lengths for i, lengths in enumerate(longer) if lengths not in longer[:i])
 
     def joined(self, other: Lengths | None) -> Lengths:
         """The lengths that two plans hold for that are parts of one."""
         if other is None:
             return self
-        return Lengths({symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()})
+        least = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}
+        return replace(self, numbers=least)
 
     def guard(self, graph: fx.Graph) -> None:
         """Let what is being compiled hold for these lengths and shorter ones alone: Dynamo compiles a call beyond anew."""

@@ -60,9 +60,12 @@ def is_never_less(size: Size, than: Size) -> bool:
 
 
 def numeric(size: Size, symbol_value: int = 16) -> int:
-    """A number for weighing costs, with every symbol at some plain value; never for deciding what is right."""
-    if isinstance(size, int):
-        return size
+    """A number for weighing costs, with every symbol at some plain value; never for deciding what is right.
+
+    A number that is no size weighs nothing: it is 1.
+    """
+    if isinstance(size, (int, Real, Truth)):
+        return size if isinstance(size, int) else 1
     return int(size.subs(dict.fromkeys(size.free_symbols, symbol_value)))
 
 

@@ -13,6 +13,7 @@ from streamfx.ir.sizes import size_of
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
+ORIGIN = "streamfx_origin"  # in the `meta` of an operator that a pass has written: the name of the traced one in whose place
 
 
 class GraphWriter:
@@ -42,6 +43,7 @@ class GraphWriter:
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
             if key in self._point.meta:
                 made.meta[key] = self._point.meta[key]
+        made.meta[ORIGIN] = self._point.meta.get(ORIGIN, self._point.name)
         return made
 
     def value(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

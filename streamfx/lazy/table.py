@@ -42,10 +42,10 @@ NAMES: dict[Kind, str] = {
     Kind.NORM: "layer_norm rms_norm",
     Kind.REDUCTION: "mean std sum var",
     Kind.LINEAR: "linear matmul",
-    Kind.CONTRACTION: "addmm baddbmm bmm einsum mm",
+    Kind.CONTRACTION: "addmm baddbmm bmm einsum inner mm tensordot",
     Kind.VIEW: """
-        T expand flatten mT mH movedim narrow permute reshape select squeeze swapaxes swapdims t transpose unflatten
-        unsqueeze view view_as
+        H T adjoint expand flatten mT mH moveaxis movedim narrow permute reshape select squeeze swapaxes swapdims t transpose
+        unflatten unsqueeze view view_as
     """,
     Kind.NUMBER: "item",
 }
@@ -56,13 +56,19 @@ CONTRACTING = frozenset({Kind.LINEAR, Kind.CONTRACTION})
 
 def _functions(names: Iterable[str]) -> dict[Any, Kind]:
     """The functions that go by a name in torch and in `operator`."""
-    homes = (torch, functional, torch.special, operator)
+    homes = (torch, functional, torch.special, torch.linalg, operator)
     return {getattr(home, name): KINDS[name] for name in names for home in homes if callable(getattr(home, name, None))}
 
 
-FUNCTIONS = _functions(KINDS)
+def _turns(*names: str) -> dict[Any, Kind]:
+    """Operators that Dynamo writes for an attribute: `x.T` is `getattr(x, "T")` up to torch 2.13, then `aten.numpy_T(x)`."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return dict.fromkeys([*packets, *(packet.default for packet in packets)], Kind.VIEW)
+
+
+FUNCTIONS = _functions(KINDS) | _turns("numpy_T", "matrix_H", "mT", "mH", "adjoint", "t")
 METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
-ATTRIBUTES = frozenset({"T", "mT", "mH"})
+ATTRIBUTES = frozenset({"H", "T", "mT", "mH"})
 
 
 SUMMING = set(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
@@ -9,12 +13,47 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.plan import LEAST_ROWS, LEAST_WORKING_SET
 from streamfx.lazy.rebuild import Cut
+from streamfx.log import log
+from streamfx.options import Options
 from streamfx.passes.operators.traits import is_moved_elements
 from streamfx.runtime.as_traced import LIES_AS_TRACED
 from streamfx.torch_private.sizes import size_hint
 
 BYTES_AT_WORK = 16  # per element of an output of which a chunk is worked on
 PARTS = 16  # of an output's elements, in bytes: so much may be worked on where that is more than the least
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Compiles what is asked for of deferred outputs (`in_chunks.py`), with the options that these were made with.
+
+    But for who runs the bodies: operators of ATen give the same numbers in two graphs, which fused ones need not. `compiled`
+    takes a graph, its inputs, options and which inputs are weights; it returns a function and what was found out.
+    """
+
+    options: Options
+    compiled: Callable[[fx.GraphModule, list[Any], Options, Sequence[int]], tuple[Callable[..., Any], Facts | None]]
+
+    def __call__(
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], most: int, cut: Cut
+    ) -> Callable[..., Any] | None:
+        """The graph as loops; None where it makes something of half of `most` elements that is no result, or cuts otherwise."""
+        options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
+        options = replace(options, gradients="at once", chunk_size=cut.rows, loss_chunk_size=cut.rows)
+        run, facts = self.compiled(graph, inputs, options, weights)
+        program = None if facts is None else facts.program
+        if program is None or any(2 * numel_of(node) >= most for node in made_between(program.forward.graph)):
+            log.info("a use of deferred outputs does not stream, and makes them whole")
+            return None
+        if not is_cut(known(facts), cut):
+            log.info("a use of deferred outputs streams in other chunks than their other uses, and makes them whole")
+            return None
+        return run
+
+    def rows_per_chunk(self, numel: int, length: int) -> int:
+        """The size asked for; if that is left open, a power of two, which many lengths share."""
+        asked = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
+        return next(asked, None) or rows_at_work(numel, length)
 
 
 def is_cut(facts: Facts, cut: Cut) -> bool:

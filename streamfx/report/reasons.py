@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.budget import in_bytes
+from streamfx.budget import AUTO, in_bytes
 from streamfx.cost.memory import bytes_like
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.options import Options
@@ -40,6 +40,10 @@ PARTS = "keep the parts in a dimension of their own (torch.stack, unflatten), so
 BY_NUMBER = (
     "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
     "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
+)
+BY_MASK = (
+    "keep all rows and let the loss leave some out (labels of -100, ignore_index), which streams; or take rows of all tensors in "
+    "one place (xk, yk = x[k], y[k]), so that the head and its loss are in one graph"
 )
 MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
 JOINED = (
@@ -83,6 +87,7 @@ ON_BREAKS = {  # what Dynamo says of what it does not trace; where its own hint 
     "RNN, GRU, or LSTM": RECURRENT,
     "aten._local_scalar_dense": ON_HOST,
     "Tensor.item()": ON_HOST,
+    "Dynamic shape operator": BY_MASK,
     "torch.compiler.disable": KERNEL,
     "created with pybind": KERNEL,
     "does not support running with fake tensors": NO_SHAPES,
@@ -136,6 +141,8 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     signature = facts.axes.signatures.get(node)
     if signature is not None and joins_blocks(node, signature, facts.axes):
         return JOINED
+    if any(operand.meta["val"].dtype == torch.bool for operand in tensor_operands(node)[1:]) and node.target in TAKES | PUTS:
+        return BY_MASK
     if signature is None or not signature.whole:
         return OTHER
     return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
@@ -177,6 +184,8 @@ def why_no_stages(facts: Facts) -> str:
         return f"the analysis failed ({facts.failed.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
     if facts.stands is not None:
         return facts.stands
+    if facts.faults:
+        return f"{'; '.join(facts.faults)}; without that nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
     found = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
@@ -210,6 +219,17 @@ def check_strict(facts: Facts, options: Options) -> None:
             "strict=True asks that every stage streams",
             found="; ".join(reasons),
             do="change the code named above, or drop strict=True: the result is exact either way",
+        )
+
+
+def check_budget(facts: Facts, options: Options) -> None:
+    """Raise an error where a graph runs as it stands because something failed, and a memory budget was asked for."""
+    failed = facts.failed or "; ".join(facts.faults)
+    if failed and facts.program is None and options.memory_budget not in (None, AUTO):
+        raise OverBudget(
+            f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",
+            found=failed,
+            do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ def laid_out(value: Any, *strides: int) -> Any:
 
 
 def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *where: int) -> Tensor:
-    """A view of a value's memory, in sizes and strides (`where`), that begins so many elements behind the value."""
+    """A tensor in a value's memory, in sizes and strides (`where`), that begins so many elements behind the value.
+
+    Autograd knows it as no view: a view of a tensor that requires gradients requires them, too, even if the code has detached it.
+    """
     sizes, strides = where[:rank], where[rank:]
     if dtype == base.dtype:
-        return base.as_strided(sizes, strides, base.storage_offset() + offset)
+        return base.as_strided(sizes, strides, base.storage_offset() + offset).detach()
     begins = base.storage_offset() * base.element_size() // dtype.itemsize + offset
     return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), begins, sizes, strides)
 
@@ -49,7 +53,7 @@ def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
 
 
 def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
+    """Parts of one memory, whose numbers are those of the values; where two of them overlap, they are the same."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
     reaches = [
@@ -58,7 +62,7 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
         if 0 not in shape
     ]
     memory = torch.empty(max(reaches, default=0), dtype=dtype, device=device)
-    made = [memory.as_strided(shape, own, begin) for shape, begin, own in zip(shapes, begins, strides, strict=True)]
+    made = [memory.as_strided(shape, own, begin).detach() for shape, begin, own in zip(shapes, begins, strides, strict=True)]
     for view, value, own in zip(made, values, strides, strict=True):
         _without_repeats(view, own).copy_(_without_repeats(value, own))
     return made
@@ -109,3 +113,24 @@ def part_of(value: Any, *path: Any) -> Any:
     for step in path:
         value = value[step]
     return value
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """An operator whose name no pass knows: it runs as it was traced. What it makes lies in memory of its own."""
+
+    target: Callable[..., Any]
+    makes_view: bool
+
+    @property
+    def __name__(self) -> str:
+        return f"untouched_{self.target}".replace(".", "_")
+
+    def __repr__(self) -> str:
+        return str(self.target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.target(*args, **kwargs)
+        if not self.makes_view:
+            return made
+        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]

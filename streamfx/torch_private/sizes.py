@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -82,6 +83,12 @@ def size_hint(size: Any) -> int:
         return int(size.node.expr.subs(supposed))
     hint = size.node.hint
     return int(hint) if hint is not None else 1
+
+
+def largest(size: torch.SymInt) -> int | None:
+    """The largest number that a symbolic size may be by the guards of its graph; None where none is known (2.11, 2.13)."""
+    known = size.node.shape_env.var_to_range.get(size.node.expr)
+    return int(known.upper) if known is not None and known.upper.is_Integer and known.upper < sys.maxsize - 1 else None
 
 
 Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]

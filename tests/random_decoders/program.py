@@ -205,6 +205,8 @@ def _result(w: Writer) -> str:
             "x.flatten(0, 1)[3:9]",
             "(polar := torch.polar(x, x))[:, 1:].detach()",
             "polar.detach().conj().imag",
+            "x.detach()",
+            "x.mT.detach()",
             "labels[:, labels.shape[1] // 2 :]",
         )
         return ", ".join(("loss", "x", *views))

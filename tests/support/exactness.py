@@ -49,6 +49,7 @@ class Outcome:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     together: frozenset[frozenset[str]] = frozenset()  # pairs of tensors that lie in one memory
+    attached: frozenset[str] = frozenset()  # outputs that ask for gradients
 
 
 def scalar_of(outputs: Any) -> Tensor:
@@ -82,6 +83,7 @@ def outcome(function: Callable[..., Any], model: nn.Module, inputs: Inputs, redu
     own = fresh(inputs)
     model.zero_grad(set_to_none=True)
     outputs = call(function, own)
+    attached = frozenset(name for name, item in named_outputs(outputs).items() if item.requires_grad)
     reduce(outputs).backward()
     given = {f"input{pytree.keystr(path)}": item for path, item in pytree.tree_flatten_with_path(own)[0]}
     asked = {name: item for name, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
@@ -89,7 +91,7 @@ def outcome(function: Callable[..., Any], model: nn.Module, inputs: Inputs, redu
     made = {f"gradient of {name}": item for name, item in gradients.items()}
     values = {f"value of {name}": item for name, item in (*model.named_parameters(), *given.items())}
     together = in_one_memory({**named_tensors(outputs), **made, **values})
-    return Outcome(named_tensors(outputs), {name: clone(item) for name, item in gradients.items()}, together)
+    return Outcome(named_tensors(outputs), {name: clone(item) for name, item in gradients.items()}, together, attached)
 
 
 def clone(gradient: Tensor | None) -> Tensor | None:
@@ -110,9 +112,13 @@ def in_one_memory(values: Mapping[str, Any]) -> frozenset[frozenset[str]]:
     return frozenset(frozenset(pair) for names in places.values() for pair in itertools.combinations(names, 2))
 
 
-def named_tensors(tree: Any) -> dict[str, Tensor]:
+def named_outputs(tree: Any) -> dict[str, Tensor]:
     leaves = pytree.tree_flatten_with_path(dict(tree) if isinstance(tree, Mapping) else tree)[0]
-    return {f"output{pytree.keystr(path)}": item.detach() for path, item in leaves if isinstance(item, Tensor)}
+    return {f"output{pytree.keystr(path)}": item for path, item in leaves if isinstance(item, Tensor)}
+
+
+def named_tensors(tree: Any) -> dict[str, Tensor]:
+    return {name: item.detach() for name, item in named_outputs(tree).items()}
 
 
 # -- errors
@@ -140,6 +146,7 @@ def errors(actual: Outcome, truth: Outcome) -> dict[str, float]:
     assert actual.outputs.keys() == truth.outputs.keys(), (list(actual.outputs), list(truth.outputs))
     found = {name: relative_error(actual.outputs[name], truth.outputs[name]) for name in truth.outputs}
     found |= {f"memory of {' and '.join(sorted(pair))}": math.inf for pair in actual.together - truth.together}
+    found |= {f"gradients of {name}": math.inf for name in actual.attached ^ truth.attached}
     return found | gradient_errors(actual.gradients, truth.gradients)
 
 
@@ -324,12 +331,13 @@ def compare(
     graphs: int | None = 1,
     reduce: Reduce = scalar_of,
     tolerance: float = TOLERANCE,
+    faults: bool = False,
     **options: Any,
 ) -> Report:
     """Assert that the compiled model equals the eager one.
 
     `streams` asks that no operator runs whole for lack of a rule or of causality (None: does not matter), `attention` that
-    exactly these verdicts were found, `graphs` how many graphs were compiled (None: any number).
+    exactly these verdicts were found, `graphs` how many graphs were compiled (None: any number), `faults` allows passes to fail.
     """
     torch._dynamo.reset()
     truth = outcome(eager := copy.deepcopy(model), eager, inputs, reduce)
@@ -340,6 +348,8 @@ def compare(
     if graphs is not None:
         assert len(backend.compilations) == graphs, f"{len(backend.compilations)} graphs instead of {graphs}"
     check_streamed(backend.facts, streams, attention)
+    failed = [fault for facts in backend.facts for fault in facts.faults]
+    assert faults or not failed, f"passes have failed: {failed}"
     for other in also:
         compare_replayed(backend, other, tolerance, options)
     return Report(found, backend)

@@ -69,6 +69,7 @@ HEADS: dict[str, tuple[Callable[..., Any], int]] = {
     "softcap": (capped_head, 1),
     "bias": (lambda m, x, ids: F.linear(x, m.weight, m.bias), 1),
     "transposed weight": (lambda m, x, ids: x @ m.weight.T, 1),
+    "weight transposed by an operator": (lambda m, x, ids: x @ torch.ops.aten.numpy_T(m.weight), 1),  # torch 2.14's `.T`
     "einsum": (lambda m, x, ids: torch.einsum("btd,vd->btv", x, m.weight), 1),
     "low rank": (lambda m, x, ids: x @ m.down @ m.up, 1),
     "adapter": (lambda m, x, ids: F.linear(x, m.weight) + 2 * (x @ m.down @ m.up), 1),

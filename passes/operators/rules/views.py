@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axes import Atom, Dim
-from streamfx.ir.joint import bound_arguments, is_size, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_size, node_argument, number_of, shape_of_node
 from streamfx.ir.signature import Index, Joined, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, whole
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.passes.operators.rules.registry import Call, rule
@@ -243,7 +243,7 @@ def slice_backward(call: Call) -> Signature | None:
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: Call) -> Signature:
     """Padding shifts an axis; padding two axes at once needs both whole."""
-    rank, pad = len(call.shape), list(call.arguments()["pad"])
+    rank, pad = len(call.shape), [number_of(size) for size in call.arguments()["pad"]]
     padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
     operand = _own_letters(rank)
     result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))

@@ -1,0 +1,67 @@
+"""Operators whose results have as many rows as data say: where nothing is computed, they are taken to have as many as they can.
+
+nonzero(mask [b t])   ->   [b * t, 2]           x[mask]   ->   x[rows, columns], for b * t rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamfx.cost.nested import tensors_in
+from streamfx.torch_private import FakeTensor
+
+aten = torch.ops.aten
+MASKS = (torch.bool, torch.uint8)
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
+def _selected(value: Tensor, mask: Tensor) -> Tensor:
+    return value.new_empty(torch.broadcast_shapes(value.shape, mask.shape).numel())
+
+
+def _unique(value: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    count = value.numel()
+    return value.new_empty(count), torch.empty_like(value, dtype=torch.int64), value.new_empty(count, dtype=torch.int64)
+
+
+def _by_number(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Masks as the numbers of the places that they may show."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in MASKS
+        found += [_nonzero(index)[:, 0]] * index.dim() if is_mask else [index]  # type: ignore[arg-type,union-attr]
+    return found
+
+
+def _indexing(func: Any) -> Callable[..., Any]:
+    return lambda value, indices, *others, **more: func(value, _by_number(indices), *others, **more)
+
+
+INDEXING = (
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.index_put_.default,
+)
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _selected,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique,
+    **{func: _indexing(func) for func in INDEXING},
+}
+
+
+def with_most_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives; of fake operands, whose numbers nobody knows, results with the most rows that it may give."""
+    stand_in = STAND_INS.get(func)
+    is_fake = stand_in is not None and any(isinstance(item, FakeTensor) for item in tensors_in((args, kwargs)))
+    return stand_in(*args, **kwargs) if is_fake and stand_in is not None else func(*args, **kwargs)
