@@ -247,37 +247,25 @@ class Compilation:
         return {whole[item.position]: item.pattern for item in self.watched if item.position in whole}
 
     def partition(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Any,
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **others: Any,
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Called by AOTAutograd: the joint graph in, the forward and the backward graph out."""
 
-        def partitioned(partition: Callable[..., Any], joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partition(
-                joint,
-                joint_inputs,
-                num_fwd_outputs=num_fwd_outputs,
-                static_lifetime_input_indices=static_lifetime_input_indices,
-                **others,
-            )
+        def halves_by(way: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return way(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
         def plain() -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
+            return halves_by(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
 
-        def copied(partition: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partitioned(partition, fx.GraphModule(joint, graph_copy(joint.graph)))
+        def copied(way: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return halves_by(way, fx.GraphModule(joint, graph_copy(joint.graph)))
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
         self.num_outputs = num_fwd_outputs
         pair_dimensions(joint.graph)
         count = len(joint_inputs[0])
-        static = static_lifetime_input_indices or ()
+        static = others.get("static_lifetime_input_indices") or ()
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
