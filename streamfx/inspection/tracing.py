@@ -27,7 +27,7 @@ from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, f
 from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.inspection.segments import Unlike
-from streamfx.inspection.untouched import Faker, modules_of, untouched
+from streamfx.inspection.untouched import Faker, modules_of, original, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.log import log
@@ -37,9 +37,7 @@ from streamfx.report.products import show_product
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
-    ORIGINAL,
     default_partition,
-    is_compiled,
     mutated_inputs,
     real_values,
     while_traced,
@@ -120,6 +118,11 @@ class TracedCall:
         """Whether anything of it gets a gradient."""
         return any(graph.facts.joint.tangents for graph in self.graphs)
 
+    @property
+    def in_part(self) -> bool:
+        """Whether some of it was not traced."""
+        return bool(self.stopped) or any(item.given_up for item in self.breaks)
+
 
 @alone
 def traced(
@@ -182,11 +185,6 @@ def _trace_few(
 def _name_of(model: Callable[..., Any]) -> str:
     """What people call it: a module by its class, a function by its name."""
     return str(getattr(model, "__qualname__", type(model).__name__))
-
-
-def original(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` has wrapped, where it has: a module or a function."""
-    return model._orig_mod if is_compiled(model) else getattr(model, ORIGINAL, model)  # type: ignore[attr-defined]
 
 
 def _trace(

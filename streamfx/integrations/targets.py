@@ -19,7 +19,7 @@ from streamfx.integrations.engines import check_engine, engine_of, inside_of, is
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.target import Target
 from streamfx.integrations.versions import check_versions
-from streamfx.torch_private import is_compiled
+from streamfx.torch_private.dynamo import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
 ASKED = "streamfx.{name} takes a module, or a trainer that has one"

@@ -24,7 +24,7 @@ from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.page import Page
-from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.text import in_flops, in_seconds, marked, reason_lines
 from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -89,6 +89,10 @@ class PlanReport(Exports):
         others = [Taken(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
         others.sort(key=lambda other: other.way == EAGER)
         ours, why = Taken("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
+        if limit is not None and found.peak_bytes <= limit and not self.limits.hold(found):
+            return (
+                f"{in_bytes(found.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
+            )
         if limit is not None:
             return verdict_within(limit, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
@@ -265,8 +269,9 @@ class PlanReport(Exports):
         yield f"  time     {self._assumed}"
         yield from self._sent(summary["wire"])
         yield ""
+        yield f"  {found.streams}"
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
-        yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])
+        yield from reason_lines(found.stages)
         if found.choices:
             yield ""
             yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])
@@ -341,11 +346,11 @@ def ratio(part: int, whole: int) -> str:
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    keys = ("kind", "chunk_size", "saved_bytes")
-    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), *(stage[key] for key in keys))):
+    keys = ("chunk_size", "saved_bytes")
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), marked(stage), *(stage[key] for key in keys))):
         alike = list(run)
         stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in alike]) + (" (whole)" if stage["kind"] == "whole" else "")
+        name = joint_name([item["name"] for item in alike]) + marked(stage)
         yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
 
 

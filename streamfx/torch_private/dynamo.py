@@ -9,22 +9,57 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import _len_torch_dispatch_stack
 from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.external_utils import wrap_inline
 from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
 from streamfx.torch_private.lines import source_line
+
+ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of what `torch.compile` made
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` made this module (2.11, 2.13)."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+def inside_of_compiled(model: Any) -> Any:
+    """What `torch.compile` has wrapped, one level of it; None where it has not wrapped this (2.11, 2.13).
+
+    A decorator around what is compiled has its attributes, and is more than it; so is a method of an object.
+    """
+    if is_compiled(model):
+        return model._orig_mod
+    if inspect.ismethod(model):
+        function = inside_of_compiled(model.__func__)
+        return None if function is None else MethodType(function, model.__self__)
+    if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
+        return None
+    inside = getattr(model, ORIGINAL, None)
+    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # what Dynamo puts around modules of torch's own
+    return inside.__wrapped__ if is_frame else inside
+
+
+def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function that `torch.compile` was given as a backend for this, and its keywords (2.11, 2.13)."""
+    cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # of a method, those of its function
+    contexts = [model.dynamo_ctx] if is_compiled(model) else [cell.cell_contents for cell in cells]
+    found: Any = next((one.callback for one in contexts if isinstance(one, eval_frame._TorchDynamoContext)), None)
+    while (inner := getattr(found, "_torchdynamo_orig_backend", getattr(found, ORIGINAL, None))) is not None:
+        found = inner
+    return getattr(found, "compiler_fn", found), getattr(found, "kwargs", {})
 
 
 def known_as(names: Iterable[str], where: str) -> None:
