@@ -37,8 +37,8 @@ class Two(nn.Module):
         return self.second(self.first(x).tanh()).square().mean()
 
 
-def compiled(model: Any, **keywords: Any) -> Any:
-    return torch.compile(model, backend="streambp", options={"chunk_size": 24}, **keywords)
+def compiled(model: Any, options: Any = None, **keywords: Any) -> Any:
+    return torch.compile(model, backend="streambp", options=options or {"chunk_size": 24}, **keywords)
 
 
 def in_place(model: nn.Module) -> nn.Module:
@@ -57,7 +57,7 @@ COMPILED: dict[str, Callable[[nn.Module], Any]] = {
     "twice": lambda model: compiled(torch.compile(model, backend="streambp", options={"chunk_size": 8})),
     "thrice": lambda model: compiled(compiled(compiled(model))),
     "a function": lambda model: compiled(lambda x: model(x)),
-    "with an object": lambda model: torch.compile(model, backend="streambp", options=streamfx.Options(chunk_size=24)),
+    "with an object": lambda model: compiled(model, streamfx.Options(chunk_size=24)),
     "by the function": lambda model: torch.compile(model, backend=functools.partial(streambp, options={"chunk_size": 24})),
     "in place": in_place,
     "enabled": enabled,

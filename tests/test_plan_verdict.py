@@ -152,6 +152,37 @@ def test_within_a_budget_the_verdict_is_what_fits() -> None:
     assert not waiting.summary()["fits"] and "do not fit into the 1 bytes of the host" in waiting.verdict
 
 
+def test_a_refusal_names_what_would_make_it_fit() -> None:
+    """Where inputs of stages wait on the host, a step of many layers takes less than any that keeps them on the device."""
+    deep = {**TINY, "num_hidden_layers": 12, "hidden_size": 64}
+    on_host = streamfx.plan(deep, seq=2048, chunk_size=64, loss_chunk_size=64, offload="inputs", baselines=False)
+    limit = int(1.1 * on_host.prediction.peak_bytes)
+    with pytest.raises(
+        streamfx.OverBudget, match=r"(?s)less than any plan.*do    let inputs of stages wait on the host \(--offload"
+    ):
+        streamfx.plan(deep, seq=2048, memory=limit, baselines=False)
+    fits = streamfx.plan(deep, seq=2048, memory=limit, offload="inputs", baselines=False)
+    assert fits.summary()["fits"] and "wait there for the backward half" in str(fits)
+    assert "are not counted" in str(fits) and "reserve  " in str(fits)
+    with pytest.raises(streamfx.OverBudget) as hopeless:
+        streamfx.plan(TINY, seq=512, memory=1000, baselines=False)
+    assert "wait on the host" not in hopeless.value.do
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers = 1,000,000"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"num_attention_heads": -4, "num_key_value_heads": -4}, "num_attention_heads = -4"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(streamfx.PlanError, match=said):
+        streamfx.plan({**TINY, **sizes}, seq=64, baselines=False)
+
+
 def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
     budget = 24 << 20
     report = streamfx.plan(TINY, memory=budget, max_length=True, seq=256)

@@ -20,7 +20,7 @@ ROWS, WIDTH = 48, 8
 class Of(nn.Module):
     """Two layers that mix rows in some way, or none, between a table and a loss."""
 
-    def __init__(self, mixes: Callable[[Tensor, nn.Linear], Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mixes: Callable[[Tensor, Any], Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -31,6 +31,10 @@ class Of(nn.Module):
         for layer in self.layers:
             x = x + self.mixes(x, layer)
         return self.loss(self.head(x), ids)
+
+
+def of(mixes: str = "causal", loss: str = "") -> Callable[[], Of]:
+    return lambda: Of(MIXES[mixes], LOSSES.get(loss, entropy))
 
 
 def entropy(logits: Tensor, ids: Tensor) -> Tensor:
@@ -76,8 +80,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of the best": lambda logits, ids: logits.topk(3, dim=1).values.square().mean(),
 }
 MODELS: dict[str, Callable[[], Of]] = {
-    **{name: (lambda mixes=mixes: Of(mixes, entropy)) for name, mixes in MIXES.items()},
-    **{name: (lambda loss=loss: Of(MIXES["causal"], loss)) for name, loss in LOSSES.items()},
+    **{name: of(mixes=name) for name in MIXES},
+    **{name: of(loss=name) for name in LOSSES},
 }
 ASKED: dict[str, dict[str, Any]] = {
     **{name: {"chunk_size": 16, "loss_chunk_size": 16} for name in MODELS},

@@ -66,7 +66,7 @@ def _options_of(call: Any) -> dict[str, Any] | None:
         return None
     function, keywords = backend_of(call)
     if isinstance(function, functools.partial):
-        function, keywords = function.func, {**function.keywords, **keywords}
+        keywords, function = {**function.keywords, **keywords}, function.func
     return checked(keywords.get("options"), "torch.compile(options=...)") if function is streambp else None
 
 

@@ -19,7 +19,7 @@ from streamfx.backend import Compilation
 from streamfx.capture import captured
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
-from streamfx.errors import NotTraced, OverBudget, told
+from streamfx.errors import NotTraced, OverBudget, one, told
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.alone import alone
 from streamfx.inspection.analysed import facts_of_all_layers
@@ -139,7 +139,7 @@ def traced(
     """
     model = original(model)
     if not callable(model):
-        raise _not_traced(f"a {type(model).__name__}, which cannot be called")
+        raise _not_traced(f"{one(type(model).__name__)}, which cannot be called")
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)

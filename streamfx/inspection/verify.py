@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.cost.nested import tensors_returned
-from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.errors import NotComparable, StreamFXError, one, told
 from streamfx.inspection.alone import alone
 from streamfx.inspection.given import DO, advice_on, empty_among
 from streamfx.inspection.keywords import options_among
@@ -337,7 +337,9 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
 
 
 def _described(value: Any) -> str:
-    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"{one(type(value).__name__)} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else one(type(value).__name__)
+    )
 
 
 def _generator_states() -> list[Tensor]:

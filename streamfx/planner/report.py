@@ -28,6 +28,8 @@ from streamfx.report.text import in_flops, in_seconds, marked, reason_lines
 from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
+RESERVE = 0.02  # of a device's memory, for what no plan can count
+NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
 PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "shares of published rates as on an H100"
@@ -260,6 +262,7 @@ class PlanReport(Exports):
         yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
         for term, size in found.peak_by_term.items():
             yield f"             {in_bytes(size):>10}  {term}"
+        yield from self._spare()
         yield from self._waiting(summary["host"])
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison(summary))
@@ -278,6 +281,16 @@ class PlanReport(Exports):
         if found.stopped:
             yield ""
             yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _spare(self) -> Iterator[str]:
+        """What is left of a device's memory, where a step fits, beside what should be."""
+        limit = self.limits.device
+        if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
+            reserve = int(RESERVE * limit)
+            found = (
+                f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
+            )
+            yield f"  reserve  {found}: {NOT_COUNTED}"
 
     def _divided(self) -> str:
         ranks = self.ranks

@@ -47,7 +47,7 @@ def inside_of_compiled(model: Any) -> Any:
         return None if function is None else MethodType(function, model.__self__)
     if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
         return None
-    inside = getattr(model, ORIGINAL, None)
+    inside: Any = getattr(model, ORIGINAL, None)
     is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # what Dynamo puts around modules of torch's own
     return inside.__wrapped__ if is_frame else inside
 
