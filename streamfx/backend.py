@@ -42,7 +42,7 @@ from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief, priced
 from streamfx.report.first_step import note
-from streamfx.report.no_gain import tell_of_no_gain
+from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_strict
 from streamfx.report.stages import place_loops
@@ -104,6 +104,7 @@ def streambp(
     refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
+        tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):
             run = compilation.compile(example_inputs)

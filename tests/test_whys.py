@@ -77,7 +77,7 @@ def joined(x: Tensor) -> Tensor:
 WHYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "parts": (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
     "joined with blocks": (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
-    "every twelfth": (twelfth, "aten.slice.Tensor takes every 12th row of the sequence", OTHER),
+    "every twelfth": (twelfth, "aten.slice.Tensor takes every 12th row of the sequence", MIXES),
     "by number": (taken, "takes rows by number, from anywhere in the sequence", BY_NUMBER),
     "put by number": (put, "puts rows by number, anywhere in the sequence", BY_NUMBER),
     "largest by number": (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),

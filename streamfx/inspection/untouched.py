@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
@@ -172,7 +172,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else None
+    return value.copy() if type(value) in (dict, OrderedDict, list, set) else None
 
 
 def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:

@@ -100,7 +100,8 @@ def _check_not_random(eager: Run) -> None:
     if eager.is_random:
         raise NotComparable(
             ASKED,
-            found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
+            found="the model draws random numbers (dropout?): eager for all rows at once, the backend for each chunk by "
+            "a generator of its own, and no seed gives both the same",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
 

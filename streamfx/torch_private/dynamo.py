@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from types import MethodType, TracebackType
@@ -236,6 +236,29 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
         inside = f" in {found[2]}" if found[2] else ""
         return f"{found[1]}{inside}: {found[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
     return cause.split("\n", 1)[0], "", given_up
+
+
+def lost_writes(graph: fx.Graph) -> list[str]:
+    """The lines that write in place to an input or buffer of no dimensions in float64 on the CPU: AOTAutograd drops these writes,
+    whatever the backend, as it takes such tensors for numbers of Python (2.11, 2.13).
+    """
+    writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
+    written = ((node, node.args[0].meta.get("example_value")) for node in writes if _is_placeholder(node.args[:1]))
+    lost = (node for node, value in written if isinstance(value, torch.Tensor) and _is_like_a_number(value))
+    return list(dict.fromkeys(source_line(node) for node in lost))
+
+
+def _is_in_place(target: Any) -> bool:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)|setitem", name))
+
+
+def _is_placeholder(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(argument, fx.Node) and argument.op == "placeholder" for argument in arguments)
+
+
+def _is_like_a_number(value: torch.Tensor) -> bool:
+    return value.dim() == 0 and value.dtype is torch.float64 and value.device.type == "cpu"
 
 
 @contextmanager
