@@ -20,10 +20,10 @@ ROWS, WIDTH = 48, 8
 class Of(nn.Module):
     """Two layers that mix rows in some way, or none, between a table and a loss."""
 
-    def __init__(self, mixes: Callable[[Tensor, Any], Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mixes: Callable[[Tensor, Any], Tensor], loss: Callable[[Tensor, Tensor], Tensor], layers: int = 2) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.mixes, self.loss = mixes, loss
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -132,3 +132,27 @@ def inputs(batch: int, length: int) -> dict[str, Tensor]:
 
 def held(model: nn.Module, ids: Tensor) -> int:
     return sum(parameter.nbytes for parameter in model.parameters()) + ids.nbytes
+
+
+def test_a_refusal_of_a_plan_names_what_would_make_it_fit() -> None:
+    """Where inputs of stages wait on the host, a step takes less than any that keeps them on the device."""
+    with torch.device("meta"):
+        model = Of(MIXES["causal"], entropy, layers=12)
+    options = {"chunk_size": 64, "loss_chunk_size": 64, "save": "inputs", "keep_every": 1, "bodies": "eager"}
+
+    def planned(memory: int | None = None, **more: Any) -> Any:
+        own = {**options, **more}
+        return streamfx.plan(model, seq=1024, inputs=inputs, device="here", baselines=False, memory=memory, options=own)
+
+    on_host, here = (planned(offload=where).prediction.peak_bytes for where in ("inputs", "none"))
+    limit = (on_host + here) // 2
+    with pytest.raises(
+        streamfx.OverBudget, match=r"(?s)less than any plan.*do    let inputs of stages wait on the host \(--offload"
+    ):
+        planned(limit)
+    fits = planned(limit, offload="inputs")
+    assert fits.summary()["fits"] and "wait there for the backward half" in str(fits)
+    assert "are not counted" in str(fits) and "reserve  " in str(fits)
+    with pytest.raises(streamfx.OverBudget) as hopeless:
+        planned(1000)
+    assert "wait on the host" not in hopeless.value.do

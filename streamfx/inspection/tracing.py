@@ -49,12 +49,17 @@ from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,
     compiled_apart,
+    decided_by_data,
     is_switched_off,
     noted_graph_breaks,
     quiet_tracer,
     raised_as_itself,
 )
 
+DATA_DECIDE = (
+    "numbers of the data decide at this line what is run, and there are none: decide it with tensors (torch.where), or outside "
+    "of the model; layers that are dropped at random are kept with layerdrop=0, or in model.eval()"
+)
 NO_LAYERS = "no list of layers was found in the model"
 NOT_TRAINED = "nothing is trained in this call, so there is nothing to checkpoint"
 NOT_CALLED = "the layers that were found in the model are not called"
@@ -210,9 +215,10 @@ def _trace(
             cause = cause_of(error) or error
             if isinstance(cause, (OverBudget, Unlike)):
                 raise cause from None
-            call.stopped = told(cause)
+            line = decided_by_data(error)
+            call.stopped = f"{told(cause)}{f' ({line})' if line else ''}"
             if not call.graphs:
-                raise _not_traced(call.stopped, advice_on((args, kwargs))) from error
+                raise _not_traced(call.stopped, DATA_DECIDE if line else advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
     if not call.graphs and is_switched_off():
         raise _not_traced(SWITCHED_OFF, SWITCH_ON)

@@ -9,9 +9,11 @@ import logging
 import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -200,6 +202,29 @@ def cause_of(error: BaseException) -> Exception | None:
     return cause
 
 
+def decided_by_data(error: BaseException) -> str:
+    """The line of the user's code that asks for numbers of data, where that is what an error is of; else empty (2.11, 2.13)."""
+    from torch._dynamo.exc import UserError
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode, UserError)
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, kinds):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return ""
+    frames = [frame for frame in traceback.extract_tb(found.__traceback__) if not _is_of_tools(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _is_of_tools(file: str) -> bool:
+    """Of torch, of streamfx, or of no file."""
+    return file.startswith("<") or any(
+        root in Path(file).parents for root in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    )
+
+
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); where
@@ -240,7 +265,7 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
 
 def lost_writes(graph: fx.Graph) -> list[str]:
     """The lines that write in place to an input or buffer of no dimensions in float64 on the CPU: AOTAutograd drops these writes,
-    whatever the backend, as it takes such tensors for numbers of Python (2.11, 2.13).
+    whatever the backend, as it takes such tensors for numbers of Python; not those to a view, as `seen[...] = x` is (2.11, 2.13).
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
     written = ((node, node.args[0].meta.get("example_value")) for node in writes if _is_placeholder(node.args[:1]))
@@ -250,7 +275,7 @@ def lost_writes(graph: fx.Graph) -> list[str]:
 
 def _is_in_place(target: Any) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)|setitem", name))
+    return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)", name))
 
 
 def _is_placeholder(arguments: Sequence[Any]) -> bool:
