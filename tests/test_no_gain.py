@@ -128,7 +128,7 @@ class Counting(nn.Module):
     def __init__(self, seen: Tensor, write: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
         self.layer, self.write = nn.Linear(8, 8).double(), write
-        self.register_buffer("seen", seen)
+        self.seen = nn.Buffer(seen)
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.layer(x).square().mean()

@@ -149,7 +149,7 @@ def traced(
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
     chosen = resolved(options)
-    with accepting_real(mode), mode:
+    with accepting_real(mode), mode, quiet_tracer():  # eager and checkpoints are followed in it, too
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         followed = not baselines or cost is not None
@@ -206,7 +206,7 @@ def _trace(
         with real_values(), raised_as_itself(module.graph):
             return (_Watched(module, call) if few is None else _OfFew(module, call, few)).compile(inputs)
 
-    with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
