@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from streamfx.errors import OptionError, StreamFXError
+from streamfx.errors import OptionError, StreamFXError, one
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ def described(value: Any) -> str:
     except Exception:  # an object that cannot even be shown
         text = "an object"
     kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= LONGEST else f"a {kind}"
+    return f"{text} ({kind})" if len(text) <= LONGEST else one(kind)
 
 
 def did_you_mean(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:

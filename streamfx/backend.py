@@ -41,7 +41,7 @@ from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import log_brief, predicted, priced
 from streamfx.report.first_step import note
-from streamfx.report.no_gain import tell_of_no_gain
+from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_budget, check_strict, why_smaller
 from streamfx.report.stages import place_loops
@@ -109,6 +109,7 @@ def streambp(
     refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
+        tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):
             run = compilation.compile(example_inputs)

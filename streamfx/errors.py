@@ -41,6 +41,24 @@ def told(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}", LONGEST, placeholder=" ...")
 
 
+def one(kind: str) -> str:
+    """With its article.
+
+    >>> one("Enabled"), one("int"), one("LSTM"), one("Tensor"), one("UNet")
+    ('an Enabled', 'an int', 'an LSTM', 'a Tensor', 'a UNet')
+    """
+    is_spelled = len(kind) > 1 and kind[:3].isupper()
+    return f"{'an' if kind[:1] in ('AEFHILMNORSX' if is_spelled else 'AEIOaeio') else 'a'} {kind}"
+
+
+def ordinal(number: int) -> str:
+    """
+    >>> [ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 102, 112)]
+    ['1st', '2nd', '3rd', '4th', '11th', '12th', '13th', '21st', '102nd', '112th']
+    """
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
 class OptionError(StreamFXError, ValueError):
     """An option that does not exist, or a value that it cannot take.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
-from streamfx.errors import NotCopied
+from streamfx.errors import NotCopied, one
 
 
 class OfOneProcess:
@@ -13,5 +13,5 @@ class OfOneProcess:
     _keep: ClassVar[str]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        asked = f"a {type(self).__name__} is neither pickled nor copied"
+        asked = f"{one(type(self).__name__)} is neither pickled nor copied"
         raise NotCopied(asked, found="graphs and functions of this process", do=self._keep)

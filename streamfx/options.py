@@ -257,13 +257,25 @@ def check_mode(mode: Any) -> None:
         )
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a JSON object: of two values for one name, Python would take the last, and say nothing."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
+        values = ", ".join(json.dumps(value) for name, value in pairs if name == twice)
+        raise OptionError("each option once", found=f"{twice!r}: {values}")
+    return found
+
+
 def from_environment() -> dict[str, Any]:
     text = os.environ.get(ENVIRONMENT, "")
     if not text.strip():
         return {}
     origin = f"the environment variable {ENVIRONMENT}"
     try:
-        options = json.loads(text)
+        options = json.loads(text, object_pairs_hook=_once)
+    except OptionError as error:
+        raise OptionError(f"{origin} has each option once", found=error.found, do="give it once") from None
     except json.JSONDecodeError as error:
         raise OptionError(
             f"{origin} must be JSON", found=f"{text!r}: {error}", do='write for example {"chunk_size": 1024}'

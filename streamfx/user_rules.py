@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from streamfx.arguments import refusing
-from streamfx.errors import RuleError
+from streamfx.errors import RuleError, one
 from streamfx.ir.signature import Signature
 from streamfx.passes.operators.rules.decompositions import DECOMPOSITIONS
 from streamfx.passes.operators.rules.registry import RULES, Call, notation_rule, rule_of
@@ -63,7 +63,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
     elif callable(rule):
         RULES[overload] = _without_diagonals(rule)
     else:
-        raise RuleError(asked, found=f"a {type(rule).__name__}", do='give notation such as "... d!, d -> ... d", or a function')
+        raise RuleError(asked, found=one(type(rule).__name__), do='give notation such as "... d!, d -> ... d", or a function')
 
 
 def has_rule(operator: OpOverload[Any, Any]) -> bool:
@@ -82,7 +82,7 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
         return operator
     raise RuleError(
         asked,
-        found=f"a {type(operator).__name__}, which graphs do not hold",
+        found=f"{one(type(operator).__name__)}, which graphs do not hold",
         do="register the function as an operator with torch.library.custom_op, and give torch.ops.<namespace>.<name>.default",
     )
 

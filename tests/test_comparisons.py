@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.report.verdict import GAIN, LITTLE
 from tests.support.small import WIDTH, Causal, Mixing, tokens
 from tests.test_explain import Layer, rows, summary_of
 
@@ -34,6 +35,15 @@ class Stacked(nn.Module):
         for layer in self.layers.children() if self.is_used else ():
             x = layer(x)
         return x.square().mean()
+
+
+class Sorting(Layer):
+    """The same operator, at two lines."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = x.sort(1).values + x
+        return x.sigmoid().sort(1).values + x
 
 
 HELD: dict[str, Callable[[], nn.Module]] = {
@@ -107,6 +117,7 @@ SEVERAL = """
 import threading
 import torch
 import streamfx
+from streamfx.report.verdict import GAIN, LITTLE
 from tests.support.small import Causal
 
 ids = torch.arange(24).reshape(2, 12) % 10
@@ -166,6 +177,39 @@ def test_that_a_stage_streams_is_said_of_what_is_in_loops() -> None:
     for model, given in ((Causal(), (IDS[:, :1], IDS[:, :1])), (Mixing(), (rows(),)), (nn.Linear(WIDTH, WIDTH), (rows()[0, 0],))):
         stages = streamfx.explain(model, *given, chunk_size=4).stages
         assert all(stage.loops or stage.reasons for stage in stages)
+
+
+HEADLINES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, Any]]] = {
+    "streams": (Causal, (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
+    "fits as it stands": (Causal, (tokens(2, 64), tokens(2, 64)), {"memory_budget": "1G", "bodies": "eager"}),
+    "in part": (Mixing, (rows(),), {"chunk_size": 4}),
+    "nothing": (lambda: nn.Linear(WIDTH, WIDTH), (rows()[0, 0],), {}),
+    "layers": (HELD["list"], (rows(64),), {"chunk_size": 16}),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_the_headline_is_computed_from_the_figures_below_it(name: str) -> None:
+    """A gain is told where the figures show one, whatever streams, and no stage runs whole all of whose work is in loops."""
+    made, given, options = HEADLINES[name]
+    found = streamfx.explain(made(), *given, options=options)
+    summary, (first, second, *_) = found.summary(), str(found).splitlines()
+    other = summary["checkpointing_peak_bytes"] or summary["baseline_peak_bytes"]
+    less = other / summary["peak_bytes"]
+    assert ("less memory" in first) == (less >= GAIN)
+    assert ("no gain" in first) == (1 / GAIN < less < LITTLE)
+    assert ("times as much" in first) == (less <= 1 / GAIN)
+    assert ("nothing streams" in first) == (not any(stage.loops for stage in found.stages))
+    assert not any(stage.loops for stage in found.stages) or "run whole" not in second
+    assert all(stage.loops for stage in found.stages) or summary["streamed_flops_share"] < 1
+    shown = f"{min(100 * summary['streamed_flops_share'], 100):.1f} % of it in loops"
+    assert shown in str(found)
+
+
+def test_a_reason_is_told_once_with_all_that_it_holds_for() -> None:
+    found = str(streamfx.explain(Stacked(nn.ModuleList([Sorting(), Sorting()])), rows(12), chunk_size=4))
+    assert found.count("mixes the rows of the sequence") == 1
+    assert found.count("test_comparisons.py:") == 2 and "runs whole" in found
 
 
 @dataclass

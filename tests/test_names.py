@@ -69,6 +69,15 @@ def test_a_wrong_name_says_what_was_meant(cached: Path, name: str, said: str, ca
     assert f"there is no configuration {name!r}" in found and said in found
 
 
+@pytest.mark.parametrize("name", ["./my-model", "../my-model", "models/my-model", "~/my-model"])
+def test_a_path_is_nothing_to_download(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    with pytest.raises(streamfx.PlanError) as refused:
+        config_file(name)
+    assert "hf download" not in refused.value.do and "give a path" in refused.value.do
+
+
 def test_a_cached_model_is_planned(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert main(["plan", "some-org/some-model", "--seq", "64", "--no-baselines", "--json"]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,3 +120,40 @@ def test_what_cannot_be_told_is_compiled_all_the_same(told: Any, monkeypatch: py
     monkeypatch.setattr(no_gain, "checkpointing_bytes", broken)
     step(Decoder(), tokens(64), chunk_size=32)
     assert told() == []
+
+
+class Counting(nn.Module):
+    """Writes to a buffer in one of several ways."""
+
+    def __init__(self, seen: Tensor, write: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(8, 8).double(), write
+        self.seen = nn.Buffer(seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x).square().mean()
+        self.write(self.seen, found.detach())
+        return found
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add": lambda seen, value: seen.add_(value),
+    "plus": lambda seen, value: operator.iadd(seen, value),
+    "copy": lambda seen, value: seen.copy_(value),
+    "at": lambda seen, value: seen.__setitem__(..., value),
+}
+
+
+@pytest.mark.parametrize("kind", ["a number", "a dimension", "float32"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_aotautograd_drops_is_told(told: Any, write: str, kind: str) -> None:
+    """And no other: what is told is what is lost, under torch's own backend, too."""
+    shape, dtype = ((1,) if kind == "a dimension" else ()), torch.float32 if kind == "float32" else torch.float64
+    model, x = Counting(torch.zeros(shape, dtype=dtype), WRITES[write]), torch.randn(2, 8, 8).double()
+    torch.compile(model, backend="aot_eager")(x)
+    is_lost = not bool(model.get_buffer("seen").any())
+    assert is_lost == (kind == "a number" and write != "at") and told() == []
+    torch._dynamo.reset()
+    step(model, x)
+    assert bool(model.get_buffer("seen").any()) == (not is_lost)
+    assert len([text for text in told() if "this write is lost" in text and "test_no_gain.py" in text]) == is_lost

@@ -62,7 +62,8 @@ def test_a_limit_on_files(folder: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (found.value.folder, found.value.needed) == (str(folder), 1 << 14)
-    assert "16.0 KiB" in str(found.value)
+    assert "no room for 16.0 KiB: File too large; RLIMIT_FSIZE lets a file have 4.0 KiB" in str(found.value)
+    assert "ulimit -f" in str(found.value) and "are free" not in str(found.value)
     assert str(folder) in str(found.value)
     assert not list(folder.iterdir())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from streamfx.planner.devices import device_called
 from streamfx.planner.gain import gains_from
 from streamfx.planner.models import built, configuration, language_inputs, loss_of
 from streamfx.planner.predict import predict
+from streamfx.planner.search import Limits
 from streamfx.planner.ways import ON_HOST, Peaks, longest, on_host, ways_of
 from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
 from streamfx.runtime.device_kinds import supposed
@@ -145,7 +147,23 @@ def test_within_a_budget_the_verdict_is_what_fits() -> None:
     wide = streamfx.plan(TINY, seq=512, memory="1G")
     tight = streamfx.plan(TINY, seq=512, memory=peaks_of(wide)[1] - 1)
     assert tight.verdict.startswith("fits into ") and f"{CHECKPOINTING} takes" in tight.verdict
-    assert wide.verdict.startswith("no gain: nothing streams, because everything fits")
+    assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because everything fits")
+    waiting = replace(wide, limits=Limits(1 << 30, host=1), prediction=replace(wide.prediction, host_bytes=2))
+    assert not waiting.summary()["fits"] and "do not fit into the 1 bytes of the host" in waiting.verdict
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers = 1,000,000"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"num_attention_heads": -4, "num_key_value_heads": -4}, "num_attention_heads = -4"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(streamfx.PlanError, match=said):
+        streamfx.plan({**TINY, **sizes}, seq=64, baselines=False)
 
 
 def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:

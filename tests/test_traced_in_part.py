@@ -78,3 +78,41 @@ def why(model: nn.Module, x: Tensor) -> str:
         return str(streamfx.explain(model, x, chunk_size=16).call.breaks)
     except streamfx.NotTraced as error:
         return str(error)
+
+
+class Dropping(nn.Module):
+    """A layer is left out where a number that is drawn says so, as with layerdrop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.5:
+            return x.square().mean()
+        return self.block(x).square().mean()
+
+
+def test_a_line_at_which_data_decide_is_named() -> None:
+    found = streamfx.explain(Dropping(), torch.randn(2, 64, 8), chunk_size=16)
+    assert "if torch.rand(()) < 0.5:" in found.call.stopped and "test_traced_in_part.py:" in found.call.stopped
+    share = found.summary()["streamed_flops_share"]
+    assert share is None or share < 1
+    assert "100.0 %" not in str(found).splitlines()[5]
+
+
+def test_a_look_takes_off_the_hooks_that_the_model_puts_on() -> None:
+    """As transformers' models do at their first call, to record hidden states: they are told so by an attribute."""
+
+    class Hooked(Block):
+        is_hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_hooked:
+                self.up.register_forward_hook(lambda *_: None)
+                self.is_hooked = True
+            return super().forward(x).square().mean()
+
+    model = Hooked()
+    streamfx.explain(model, torch.randn(2, 64, 8), chunk_size=16)
+    assert not model.is_hooked and not model.up._forward_hooks

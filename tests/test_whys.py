@@ -64,6 +64,10 @@ def parts(x: Tensor) -> Tensor:
     return torch.cat([three.sin(), two, one], 1)
 
 
+def twelfth(x: Tensor) -> Tensor:
+    return x[:, ::12].sin().mean(1, keepdim=True).expand_as(x)
+
+
 def joined(x: Tensor) -> Tensor:
     """Scores over rows and the sums of blocks of rows, spelled out."""
     keys = torch.cat([x, x[:, :18].unflatten(1, (6, 3)).sum(2)], 1)
@@ -73,6 +77,7 @@ def joined(x: Tensor) -> Tensor:
 WHYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "parts": (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
     "joined with blocks": (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
+    "every twelfth": (twelfth, "aten.slice.Tensor takes every 12th row of the sequence", MIXES),
     "by number": (taken, "takes rows by number, from anywhere in the sequence", BY_NUMBER),
     "put by number": (put, "puts rows by number, anywhere in the sequence", BY_NUMBER),
     "largest by number": (largest, "aten.scatter_reduce.two puts rows by number", BY_NUMBER),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from streamfx.errors import ordinal
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.signature import Letter, Signature
@@ -57,7 +58,7 @@ def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
     """Of an operator that has no rows to loop over, or results that come whole."""
     step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
     if step != 1:
-        return f"{node.target} takes every {step}th row of the sequence".replace("2th", "2nd").replace("3th", "3rd")
+        return f"{node.target} takes every {ordinal(step)} row of the sequence"
     if signature.windows:
         return (JOINS_BLOCKS if joins_blocks(node, signature, axes) else CUTS_OR_PADS).format(target=node.target)
     if signature.tiles:

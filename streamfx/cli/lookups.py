@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from streamfx.errors import ModelError, told
 from streamfx.inspection.eager import accepting_real, faker_of
-from streamfx.inspection.tracing import original
-from streamfx.inspection.untouched import modules_of, untouched
+from streamfx.inspection.untouched import modules_of, original, untouched
 from streamfx.torch_private.dynamo import quiet_tracer
 
 LABELS = ("labels", "label", "targets", "target")  # what a forward calls the ids that it is to predict

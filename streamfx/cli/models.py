@@ -15,7 +15,7 @@ import torch
 from streamfx.budget import free_on, in_bytes
 from streamfx.cli.arguments import is_factory
 from streamfx.cli.lookups import arguments_of
-from streamfx.errors import ModelError, told
+from streamfx.errors import ModelError, one, told
 from streamfx.planner.models import TYPES, configuration, language_model
 from streamfx.planner.names import config_file
 
@@ -106,7 +106,7 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
         do = f"python -c 'import {module_name}' shows all of it"
         raise ModelError(f"{module_name} cannot be imported", found=told(error), where=place_of(error), do=do) from error
     if not callable(factory):
-        raise ModelError(f"{arguments.model} is a function that returns a model", found=f"a {type(factory).__name__}", do=RETURN)
+        raise ModelError(f"{arguments.model} is a function that returns a model", found=one(type(factory).__name__), do=RETURN)
     try:
         made = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:

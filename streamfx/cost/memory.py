@@ -5,7 +5,7 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,14 @@ class Cost:
 
     @property
     def streamed_share(self) -> float:
-        """Of the FLOPs, those in loops."""
-        return self.streamed_flops / self.flops if self.flops else 1.0
+        """Of the FLOPs, those in loops; of none, whether there are loops."""
+        return streamed_share([self])
+
+
+def streamed_share(costs: Sequence[Cost], missing: int = 0) -> float:
+    """Of the FLOPs of calls, and of those that are `missing` in them, the part in loops."""
+    flops = sum(cost.flops for cost in costs) + missing
+    return sum(cost.streamed_flops for cost in costs) / flops if flops else float(any(cost.loops for cost in costs))
 
 
 def cost_of(

@@ -16,7 +16,7 @@ from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
 from streamfx.cost.handed_over import HandedOver
 from streamfx.cost.lengths import sequence_length
-from streamfx.cost.memory import Cost, bytes_like, cost_of
+from streamfx.cost.memory import Cost, bytes_like, cost_of, streamed_share
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.cost.work import summed
@@ -25,7 +25,8 @@ from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
-from streamfx.inspection.tracing import TracedCall, TracedGraph, original, traced
+from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
+from streamfx.inspection.untouched import original
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.delivery import places_of
 from streamfx.ir.joint import bound_arguments
@@ -34,12 +35,13 @@ from streamfx.log import log
 from streamfx.of_one_process import OfOneProcess
 from streamfx.passes.codegen.deliveries import deliveries
 from streamfx.report.bodies import bodies_of, bodies_with, python_of
+from streamfx.report.brief import record_of
 from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.flow import flow_of
 from streamfx.report.page import Page
 from streamfx.report.reasons import told_of_strict
-from streamfx.report.stages import StageReport, stage_reports
+from streamfx.report.stages import StageReport
 from streamfx.report.text import report_text
 from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
@@ -59,7 +61,8 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         model: a module, or a function of one.
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.
-        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names. What a model was
+            compiled or enabled with holds where they say nothing else.
 
     Returns:
         What was found: it prints as a report that begins with whether the backend pays, and `summary()` is a dictionary.
@@ -76,8 +79,8 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
         (['streamed', 'streamed'], 0)
     """
-    model = original(model)
     given, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
+    model = original(model)
     arrays = arrays_among((args, kwargs))
     refuse_unless(not arrays, NotTraced, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
     found = Explanation(traced(model, args, kwargs, given))
@@ -114,11 +117,9 @@ class Explanation(OfOneProcess, Exports):
     @cached_property
     def stages(self) -> list[StageReport]:
         """The stages of all graphs, in order."""
-        return [
-            report
-            for number, graph in enumerate(self.call.graphs)
-            for report in stage_reports(graph.facts, number, self._streamed[number].loops)
-        ]
+        costs = zip(self.call.graphs, self._streamed, strict=True)
+        records = (record_of(graph.facts, number, cost) for number, (graph, cost) in enumerate(costs))
+        return [stage for record in records for stage in record.stages]
 
     def summary(self, with_baseline: bool = True) -> dict[str, Any]:
         """All figures and findings, in values that JSON knows.
@@ -153,7 +154,7 @@ class Explanation(OfOneProcess, Exports):
             "stopped": self.call.stopped or None,
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
-            "streamed_flops_share": _share(sum(cost.streamed_flops for cost in streamed), flops_of_calls(streamed)),
+            "streamed_flops_share": self._streamed_share(baseline),
             "peak_bytes": max(peak_of_calls(streamed, self._gradients), 0 if self.updates else baseline.gradients),
             "baseline_peak_bytes": baseline.peak,
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
@@ -279,6 +280,17 @@ class Explanation(OfOneProcess, Exports):
         """What each call of a graph costs with the backend."""
         return self._of_calls(self._streamed)
 
+    def _streamed_share(self, baseline: Cost) -> float | None:
+        """Of the call's FLOPs those in loops. What is not traced is none of ours, and counts as much as in eager; None where
+        nobody knows how much that is.
+        """
+        costs, missing = self.costs, 0
+        if self.call.in_part:
+            if self.call.eager is None or not baseline.flops:
+                return None
+            missing = max(0, baseline.flops - self.visible(self._baseline_of_graphs()).flops)
+        return streamed_share(costs, missing)
+
     @cached_property
     def baseline(self) -> Cost:
         """What the call costs in eager, with attention counted on the pairs that its masks leave visible."""
@@ -393,7 +405,3 @@ def gradient_bytes(graph: TracedGraph) -> int:
 
 def is_parameter(primal: fx.Node) -> bool:
     return bool(primal.meta.get("streamfx_static_address", False))
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0

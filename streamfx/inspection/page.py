@@ -19,7 +19,7 @@ from streamfx.report.page import (
     ways_table,
     wire_table_of,
 )
-from streamfx.report.text import headline, in_flops, is_traced_in_part, verdict_of
+from streamfx.report.text import headline, in_flops, is_traced_in_part, share_text, verdict_of
 from streamfx.report.timeline import Timeline
 from streamfx.report.verdict import Taken, gains
 
@@ -50,8 +50,7 @@ def _figures(summary: Mapping[str, Any], ours: Taken, others: list[Taken], at_pe
     yield Figure("Peak", in_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
     for other in others:
         yield peak_beside(other, ours)
-    share = 100 * summary["streamed_flops_share"]
-    yield Figure("Compute", in_flops(summary["flops"]), f"{share:.1f} % of it in loops over chunks")
+    yield Figure("Compute", in_flops(summary["flops"]), share_text(summary))
     lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(summary["sequence"]) if length is not None)
     if lengths:
         yield Figure("Rows of the sequence", lengths)

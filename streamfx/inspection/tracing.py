@@ -19,7 +19,7 @@ from streamfx.backend import Compilation
 from streamfx.capture import captured
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
-from streamfx.errors import NotTraced, OverBudget, told
+from streamfx.errors import NotTraced, OverBudget, one, told
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.alone import alone
 from streamfx.inspection.analysed import facts_of_all_layers
@@ -27,7 +27,7 @@ from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, f
 from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.inspection.segments import Unlike
-from streamfx.inspection.untouched import Faker, modules_of, untouched
+from streamfx.inspection.untouched import Faker, modules_of, original, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.log import log
@@ -37,9 +37,7 @@ from streamfx.report.products import show_product
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
 from streamfx.torch_private import (
-    ORIGINAL,
     default_partition,
-    is_compiled,
     mutated_inputs,
     real_values,
     while_traced,
@@ -51,12 +49,17 @@ from streamfx.torch_private.dynamo import (
     cause_of,
     cause_of_break,
     compiled_apart,
+    decided_by_data,
     is_switched_off,
     noted_graph_breaks,
     quiet_tracer,
     raised_as_itself,
 )
 
+DATA_DECIDE = (
+    "numbers of the data decide at this line what is run, and there are none: decide it with tensors (torch.where), or outside "
+    "of the model; layers that are dropped at random are kept with layerdrop=0, or in model.eval()"
+)
 NO_LAYERS = "no list of layers was found in the model"
 NOT_TRAINED = "nothing is trained in this call, so there is nothing to checkpoint"
 NOT_CALLED = "the layers that were found in the model are not called"
@@ -120,6 +123,11 @@ class TracedCall:
         """Whether anything of it gets a gradient."""
         return any(graph.facts.joint.tangents for graph in self.graphs)
 
+    @property
+    def in_part(self) -> bool:
+        """Whether some of it was not traced."""
+        return bool(self.stopped) or any(item.given_up for item in self.breaks)
+
 
 @alone
 def traced(
@@ -136,12 +144,12 @@ def traced(
     """
     model = original(model)
     if not callable(model):
-        raise _not_traced(f"a {type(model).__name__}, which cannot be called")
+        raise _not_traced(f"{one(type(model).__name__)}, which cannot be called")
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
     mode, faker = faker_of(model, args, kwargs)
     chosen = resolved(options)
-    with accepting_real(mode), mode:
+    with accepting_real(mode), mode, quiet_tracer():  # eager and checkpoints are followed in it, too
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         followed = not baselines or cost is not None
@@ -184,11 +192,6 @@ def _name_of(model: Callable[..., Any]) -> str:
     return str(getattr(model, "__qualname__", type(model).__name__))
 
 
-def original(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` has wrapped, where it has: a module or a function."""
-    return model._orig_mod if is_compiled(model) else getattr(model, ORIGINAL, model)  # type: ignore[attr-defined]
-
-
 def _trace(
     call: TracedCall,
     model: Callable[..., Any],
@@ -203,7 +206,7 @@ def _trace(
         with real_values(), raised_as_itself(module.graph):
             return (_Watched(module, call) if few is None else _OfFew(module, call, few)).compile(inputs)
 
-    with untouched(model), quiet_tracer(), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with untouched(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # the compiler reads masks in buffers
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
@@ -212,9 +215,10 @@ def _trace(
             cause = cause_of(error) or error
             if isinstance(cause, (OverBudget, Unlike)):
                 raise cause from None
-            call.stopped = told(cause)
+            line = decided_by_data(error)
+            call.stopped = f"{told(cause)}{f' ({line})' if line else ''}"
             if not call.graphs:
-                raise _not_traced(call.stopped, advice_on((args, kwargs))) from error
+                raise _not_traced(call.stopped, DATA_DECIDE if line else advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
     if not call.graphs and is_switched_off():
         raise _not_traced(SWITCHED_OFF, SWITCH_ON)

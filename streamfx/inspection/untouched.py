@@ -6,10 +6,11 @@ import copy
 import functools
 import random
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,40 @@ from streamfx.torch_private import (
     tree_iter,
     tree_map,
 )
+from streamfx.torch_private.dynamo import inside_of_compiled
 
 WRAPPED = (FunctionType, MethodType, functools.partial)
 ENABLED = "_is_of_streamfx"  # an attribute of what `enable` puts in place of a module's forward, which it wraps
+
+
+def original(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` has wrapped, however often: a module or a function."""
+    while (inside := inside_of_compiled(model)) is not None:
+        model = inside
+    return model
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     """The modules that a call is, holds, closes over or names: `model`, `partial(model)`, `trainer.loss`, `lambda: model(x)`."""
     roots = [module for value in _within(model) for module in ([value] if isinstance(value, nn.Module) else _held(value))]
     return list(dict.fromkeys(part for module in roots for part in module.modules()))
+
+
+def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
+    """Of the modules that a call reaches the parameters, by the names that these have there; beside others, behind a class."""
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    modules = modules_of(model)
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    roots = [cast(nn.Module, original(module)) for module in modules if id(module) not in inner]
+    found: dict[str, nn.Parameter] = {}
+    kinds = Counter[str]()
+    for root in roots:
+        kind = type(root).__name__
+        kinds[kind] += 1
+        around = "" if len(roots) == 1 else f"{kind}." if kinds[kind] == 1 else f"{kind}({kinds[kind]})."
+        found |= {f"{around}{name}": parameter for name, parameter in root.named_parameters()}
+    return found
 
 
 def _within(function: Any, around: tuple[Any, ...] = ()) -> list[Any]:
@@ -146,7 +172,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else None
+    return value.copy() if type(value) in (dict, OrderedDict, list, set) else None
 
 
 def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from streamfx.arguments import refusing
 from streamfx.backend import Compilation
 from streamfx.cost.nested import tensors_returned
-from streamfx.errors import NotComparable, StreamFXError, told
+from streamfx.errors import NotComparable, StreamFXError, one, told
 from streamfx.inspection.alone import alone
 from streamfx.inspection.given import DO, advice_on, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.parts import InParts, what_was_not_cut
-from streamfx.inspection.tracing import original
-from streamfx.inspection.untouched import modules_of, randomness_kept, untouched
+from streamfx.inspection.untouched import original, parameters_of, randomness_kept, untouched
 from streamfx.options import resolved
+from streamfx.report.brief import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
 
@@ -49,7 +49,8 @@ def verify(
         args, kwargs: what it is called with. A keyword that is called like an option (`chunk_size=512`) is one, unless `forward`
             names an argument so.
         loss: a function from the output to a tensor with one element.
-        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names.
+        options: the backend's, as a dictionary or `streamfx.Options`; they may also be given by their names. What a model was
+            compiled or enabled with holds where they say nothing else.
 
     Returns:
         The differences: it prints, `ok` says whether all are within rounding, `max_error` is the largest.
@@ -66,8 +67,8 @@ def verify(
         >>> found.ok, found.max_error < 1e-12
         (True, True)
     """
-    model = original(model)
     asked, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
+    model = original(model)
     given = resolved(asked)
     _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
@@ -90,7 +91,8 @@ def verify(
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_cut = lowest_precision(compilations, sources.values()), what_was_not_cut(compilations)
-    found = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut)
+    records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
+    found = Verification(list(sources), eager, streamed, precision, given.adjoints, not_cut, records)
     return _saying_something(found, (args, kwargs))
 
 
@@ -98,7 +100,8 @@ def _check_not_random(eager: Run) -> None:
     if eager.is_random:
         raise NotComparable(
             ASKED,
-            found="the model draws random numbers (dropout?), and the backend draws others for each chunk",
+            found="the model draws random numbers (dropout?): eager for all rows at once, the backend for each chunk by "
+            "a generator of its own, and no seed gives both the same",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
 
@@ -163,6 +166,7 @@ class Verification:
         precision: the least precise type that anything is computed in; the tolerance follows from it.
         adjoints: how far the gradients of recurrences were asked to reach back: such as are truncated are not eager's.
         not_cut: why it was not seen what chunks hand to one another, if it was not.
+        records: what became of each graph that ran.
 
     Example:
         >>> import torch, streamfx
@@ -181,8 +185,9 @@ class Verification:
         precision: torch.dtype,
         adjoints: int | str = "exact",
         not_cut: str = "",
+        records: Sequence[Record] = (),
     ) -> None:
-        self.adjoints, self.not_cut = adjoints, not_cut
+        self.adjoints, self.not_cut, self.records = adjoints, not_cut, tuple(records)
         self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
@@ -217,6 +222,7 @@ class Verification:
         kind = str(self.precision).removeprefix("torch.")
         yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
         yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
+        yield from dict.fromkeys(f"  ran: {', '.join(filter(None, (record.streams, record.rows)))}" for record in self.records)
         if self.adjoints != "exact" and not self.ok:
             yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
         if self.not_cut:
@@ -263,13 +269,7 @@ def _norm(tensor: Tensor | None) -> float:
 
 def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor]:
     """Parameters and inputs that require gradients, by name."""
-    found: dict[str, Tensor] = {}
-    if isinstance(model, nn.Module):
-        found.update(model.named_parameters())
-    else:
-        for module in modules_of(model):
-            for name, parameter in module.named_parameters(recurse=False):
-                found[f"{type(module).__name__}.{name}{'' if name not in found else len(found)}"] = parameter
+    found: dict[str, Tensor] = {**parameters_of(model)}
     for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor):
             found[f"input {keystr(path[1:])}"] = value
@@ -338,7 +338,9 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
 
 
 def _described(value: Any) -> str:
-    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"{one(type(value).__name__)} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else one(type(value).__name__)
+    )
 
 
 def _generator_states() -> list[Tensor]:

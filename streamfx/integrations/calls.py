@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from streamfx.backend import streambp
+from streamfx.inspection.untouched import ENABLED
 from streamfx.integrations import packing
 from streamfx.integrations.engines import DATA_PARALLEL, is_held
 from streamfx.report.first_step import Compiled, noted_in
@@ -44,6 +45,7 @@ class Calls:
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, look_again: Callable[[], bool]
     ) -> None:
         self.module, self.counts = module, CallCounts()
+        setattr(self, ENABLED, self)
         self._is_off = gives_back()
         self._look_again, self._has_looked = look_again, False
         keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}

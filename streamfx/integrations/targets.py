@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamfx.errors import IntegrationError
+from streamfx.errors import IntegrationError, one
 from streamfx.inspection.layers import has_forward
 from streamfx.integrations.engines import check_engine, engine_of, inside_of, is_held, parts_of
 from streamfx.integrations.heads import head_of
 from streamfx.integrations.target import Target
 from streamfx.integrations.versions import check_versions
-from streamfx.torch_private import is_compiled
+from streamfx.torch_private.dynamo import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
 ASKED = "streamfx.{name} takes a module, or a trainer that has one"
@@ -92,7 +92,7 @@ def _check_trainer(trainer: Any) -> None:
 def _described(given: Any) -> str:
     if isinstance(given, type):
         return f"a class ({given.__name__}), not an object of it"
-    name = f"a {type(given).__name__}"
+    name = one(type(given).__name__)
     return f"{name}, whose .model is {type(given.model).__name__}" if hasattr(given, "model") else f"{name} without .model"
 
 
@@ -107,11 +107,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     if isinstance(model, torch.jit.ScriptModule):
         raise IntegrationError(
             "streamfx.enable compiles a module in place, and torch.compile cannot look into this one",
-            found=f"a {type(model).__name__} of torch.jit",
+            found=f"{one(type(model).__name__)} of torch.jit",
             do="give the module that it was scripted or traced from",
         )
     if not has_forward(model):
-        found = f"a {type(model).__name__} that has no forward: nothing of it runs when it is called"
+        found = f"{one(type(model).__name__)} that has no forward: nothing of it runs when it is called"
         raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
     wrapper = inside_of(model)
     if wrapper is None:

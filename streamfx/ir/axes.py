@@ -119,7 +119,7 @@ class AxisTable:
         return [(self._root(own), *(self.resolve((part,)) for part in blocks)) for own, blocks in self._blocks]  # type: ignore[misc]
 
     def _cut(self, atom: Atom, outer: Size) -> Dim | None:
-        """Axes for an kept atom in blocks; the same ones each time."""
+        """Axes for a kept atom in blocks; the same ones each time."""
         inner = quotient(self.size(atom), outer)
         if inner is None or atom not in self._kept:
             return None

@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.arguments import did_you_mean
-from streamfx.errors import PlanError, told
+from streamfx.errors import PlanError, one, told
 from streamfx.planner.misspelt import misspelt_in
 from streamfx.planner.names import config_file
 from streamfx.planner.quantized import quantized
 from streamfx.torch_private import FakeTensor
 
 KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is known), or an nn.Module"
+LAYERS, MOST_LAYERS = "num_hidden_layers", 2000
+SIZES = (LAYERS, "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -28,7 +30,7 @@ def configuration(source: Any) -> Any:
         return _of_mapping(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "model_type"):
-            raise PlanError(f"a {type(source).__name__} is no configuration", do=f"give {KINDS}")
+            raise PlanError(f"{one(type(source).__name__)} is no configuration", do=f"give {KINDS}")
         return source
     path = config_file(source)
     try:
@@ -78,6 +80,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = getattr(config, "get_text_config", lambda: config)()
+    _check_sizes(config)
     config.use_cache = False
     try:
         with torch.device(device):
@@ -88,6 +91,19 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
             asked, found=told(error), do="give the configuration of a decoder, with sizes that fit together"
         ) from error
     return model.train()
+
+
+def _check_sizes(config: Any) -> None:
+    """Refuse what transformers makes a model of that computes nothing, or is never done with."""
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            do = f"give {name} as a whole number, 1 or more"
+            raise PlanError(f"a configuration of type {config.model_type!r} has sizes", found=f"{name} = {size}", do=do)
+    layers = getattr(config, LAYERS, None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        asked = f"a model of up to {MOST_LAYERS:,} layers is made, and each of them is looked at"
+        raise PlanError(asked, found=f"{LAYERS} = {layers:,}", do=f"give {LAYERS} as a number up to {MOST_LAYERS:,}")
 
 
 class Adapted(nn.Module):

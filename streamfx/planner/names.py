@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from streamfx.errors import PlanError
@@ -64,12 +65,17 @@ def _in_cache(name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def _may_be_of_hub(source: str) -> bool:
+    """Whether this may be an `org/name`: a path of a folder that is there, or that begins with a dot, is none."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not is_there(Path(source).parent)
+
+
 def _unknown(source: str) -> PlanError:
     names = builtin_names()
     known = {name.lower(): name for name in names}
     near = difflib.get_close_matches(source.lower().rpartition("/")[2], known, n=1, cutoff=0.6)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""
-    download = f"`hf download {source} {FILE}` puts it into the cache, or " if source.count("/") == 1 else ""
+    download = f"`hf download {source} {FILE}` puts it into the cache, or " if _may_be_of_hub(source) else ""
     return PlanError(
         f"there is no configuration {source!r}",
         found=f"neither a folder with a {FILE}, nor a JSON file, nor an org/name of the local cache, nor a shipped name",

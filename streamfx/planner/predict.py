@@ -22,6 +22,7 @@ from streamfx.planner.models import loss_of
 from streamfx.planner.overlap import Stretch, stretches_of
 from streamfx.planner.shards import own_bytes
 from streamfx.report.flow import Handed, flow_of
+from streamfx.report.text import streams_of
 from streamfx.report.verdict import CHECKPOINTING, EAGER
 from streamfx.torch_private.groups import has_ranks
 
@@ -44,10 +45,11 @@ class Way:
 class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `ways` are others to compare with, by name.
 
-    `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which the forward half of each layer runs
-    twice from its first operator to its last; None where there are no layers. `not_checkpointed` says why checkpointing is not
-    among the ways. `options` are those in force, `sequence` the rows of each graph, `flows` what its loops hand to each other;
-    `curves` are the bytes alive along the step by each way, ours first, and FLOPs.
+    `streams` says how much of it does. `layers_twice` are the FLOPs, and those of attention, of gradient checkpointing in which
+    the forward half of each layer runs twice from its first operator to its last; None where there are no layers.
+    `not_checkpointed` says why checkpointing is not among the ways. `options` are those in force, `sequence` the rows of each
+    graph, `flows` what its loops hand to each other; `curves` are the bytes alive along the step by each way, ours first, and
+    FLOPs.
     """
 
     length: int
@@ -69,6 +71,7 @@ class Prediction:
     sequence: tuple[int | None, ...] = ()
     flows: tuple[list[Handed], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
+    streams: str = ""
 
     @property
     def flops(self) -> int:
@@ -112,6 +115,7 @@ def predict(
         peak_by_term={name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size},
         work=summed(cost.work for cost in costs),
         stages=list(summary["stages"]),
+        streams=streams_of(summary),
         choices=[item.as_dict() for fitting in fittings for item in fitting.tried],
         budget=next((fitting.budget for fitting in fittings), None),
         ways={name: _way(cost, held) for name, cost in ways.items()},

@@ -24,10 +24,12 @@ from streamfx.report.diagram import Diagram, diagram_of
 from streamfx.report.exports import Exports
 from streamfx.report.names import joint_name, unnumbered
 from streamfx.report.page import Page
-from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.text import in_flops, in_seconds, marked, reason_lines
 from streamfx.report.timeline import Timeline, course_of
 from streamfx.report.verdict import EAGER, Taken, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
+RESERVE = 0.02  # of a device's memory, for what no plan can count
+NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
 PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "shares of published rates as on an H100"
@@ -89,6 +91,10 @@ class PlanReport(Exports):
         others = [Taken(name, way.peak_bytes, way.flops) for name, way in found.ways.items()]
         others.sort(key=lambda other: other.way == EAGER)
         ours, why = Taken("streambp", found.peak_bytes, found.flops), why_nothing_streams(found.stages)
+        if limit is not None and found.peak_bytes <= limit and not self.limits.hold(found):
+            return (
+                f"{in_bytes(found.host_bytes)} do not fit into the {in_bytes(self.limits.host or 0)} of the host for each device"
+            )
         if limit is not None:
             return verdict_within(limit, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
@@ -256,6 +262,7 @@ class PlanReport(Exports):
         yield f"  memory   {in_bytes(found.peak_bytes)} at the peak, {self._counted()}:"
         for term, size in found.peak_by_term.items():
             yield f"             {in_bytes(size):>10}  {term}"
+        yield from self._spare()
         yield from self._waiting(summary["host"])
         yield ""
         yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison(summary))
@@ -265,14 +272,25 @@ class PlanReport(Exports):
         yield f"  time     {self._assumed}"
         yield from self._sent(summary["wire"])
         yield ""
+        yield f"  {found.streams}"
         yield from table(["stage", "chunk", "saved"], list(_stages(found.stages)))
-        yield from dict.fromkeys(f"  {reason}" for stage in found.stages for reason in stage["reasons"])
+        yield from reason_lines(found.stages)
         if found.choices:
             yield ""
             yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice(item) for item in found.choices])
         if found.stopped:
             yield ""
             yield f"the call could not be followed to its end: {found.stopped}"
+
+    def _spare(self) -> Iterator[str]:
+        """What is left of a device's memory, where a step fits, beside what should be."""
+        limit = self.limits.device
+        if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
+            reserve = int(RESERVE * limit)
+            found = (
+                f"{in_bytes(spare)} are left, {'at least' if spare >= reserve else 'less than'} the {in_bytes(reserve)} to keep"
+            )
+            yield f"  reserve  {found}: {NOT_COUNTED}"
 
     def _divided(self) -> str:
         ranks = self.ranks
@@ -341,11 +359,11 @@ def ratio(part: int, whole: int) -> str:
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    keys = ("kind", "chunk_size", "saved_bytes")
-    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), *(stage[key] for key in keys))):
+    keys = ("chunk_size", "saved_bytes")
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), marked(stage), *(stage[key] for key in keys))):
         alike = list(run)
         stage, saved = alike[0], in_bytes(alike[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in alike]) + (" (whole)" if stage["kind"] == "whole" else "")
+        name = joint_name([item["name"] for item in alike]) + marked(stage)
         yield [name, str(stage["chunk_size"] or "-"), saved if len(alike) == 1 else f"{len(alike)} x {saved}"]
 
 

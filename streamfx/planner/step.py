@@ -32,6 +32,7 @@ from streamfx.planner.ways import Peaks, Way, longest, peak_of, peaks_of_few, wa
 from streamfx.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
 from streamfx.runtime.device_kinds import supposed
 
+OFFLOAD = "let inputs of stages wait on the host (--offload, offload='inputs'), and it fits: {takes}"
 LENGTHS = 256  # what the longest length of a rank is a multiple of
 
 
@@ -89,13 +90,31 @@ class Step:
 
     def planned(self, limits: Limits, given: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
         within = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
-        found = self.at(batch, seq, {**given, **within}, baselines)
+        try:
+            found = self.at(batch, seq, {**given, **within}, baselines)
+        except OverBudget as error:
+            raise self._naming_offload(error, limits, {**given, **within}, batch, seq) from None
         report = PlanReport(self.name, found, self.device, limits, ranks=self.ranks, updates=self.updates)
         if limits.device is not None or CHECKPOINTING not in found.ways or why_nothing_streams(found.stages) is not None:
             return report
         if found.ways[CHECKPOINTING].peak_bytes >= GAIN * found.peak_bytes:
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, given))
+
+    def _naming_offload(self, refusal: OverBudget, limits: Limits, given: Mapping[str, Any], batch: int, seq: int) -> OverBudget:
+        """The refusal, with what would turn it into a fit, if letting values wait on the host does."""
+        if given.get("offload", "none") != "none":
+            return refusal
+        try:
+            found = self.at(batch, seq, {**given, "offload": "inputs"})
+        except StreamFXError:
+            return refusal
+        if not limits.hold(found):
+            return refusal
+        takes = f"{in_bytes(found.peak_bytes)} at the peak, {in_bytes(found.host_bytes)} wait on the host"
+        naming = OverBudget(refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=takes)}; or {refusal.do}")
+        naming.smallest, naming.terms = refusal.smallest, refusal.terms
+        return naming
 
     def _gains_from(self, batch: int, seq: int, given: Mapping[str, Any]) -> int | None:
         """A length at which memory is saved; guessed by few layers, which take a fraction of the time."""
@@ -184,7 +203,9 @@ class Step:
         best = largest(at, limits, given, first, sought, layers + 1, work if few and layers > 2 * FEWEST else None)
         if best is None:
             what = "batch" if max_batch else "length"
-            raise OverBudget(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
+            refusal = OverBudget(f"no {what} fits into {in_bytes(limits.device)}", do="give more memory, or a smaller model")
+            least = (1, seq) if max_batch else (batch, sought.multiple)
+            raise self._naming_offload(refusal, limits, {**least_memory(sequences, layers + 1, given), **given}, *least)
         size, found = best
         length, most = (None, size) if max_batch else (size, None)
         others = self.lengths(limits, batch, first) if baselines and not max_batch else {}

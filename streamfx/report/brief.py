@@ -1,10 +1,11 @@
-"""What `TORCH_LOGS="streamfx"` says of each graph: stages, sizes of chunks, what runs whole, the predicted peak."""
+"""What became of a graph: one record, which explain, verify, plan, the logged line and `TORCH_LOGS="streamfx"` tell from."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -17,8 +18,9 @@ from streamfx.errors import told
 from streamfx.ir.facts import Facts, known
 from streamfx.log import log
 from streamfx.report.reasons import why_no_stages
-from streamfx.report.stages import stage_reports
-from streamfx.report.text import how_many_stream, stage_lines
+from streamfx.report.stages import StageReport, stage_reports
+from streamfx.report.text import extent, how_far_back, how_many_stream, stage_lines
+from streamfx.report.verdict import NOTHING
 from streamfx.torch_private import trace_artifact
 
 _predicted: WeakKeyDictionary[fx.GraphModule, Cost] = WeakKeyDictionary()
@@ -67,12 +69,48 @@ def predicted(facts: Facts) -> Cost:
     return known(priced(facts)).cost
 
 
-def _lines(facts: Facts) -> Iterator[str]:
+@dataclass(frozen=True)
+class Record:
+    """A graph: its stages, and what a step through its program costs; None where it runs as it stands."""
+
+    facts: Facts
+    stages: tuple[StageReport, ...]
+    cost: Cost | None
+
+    @property
+    def plain(self) -> list[dict[str, Any]]:
+        """Its stages in values that JSON knows."""
+        return [stage.as_dict() for stage in self.stages]
+
+    @property
+    def streams(self) -> str:
+        """How much of it streams, in words."""
+        if self.cost is None:
+            return f"{NOTHING}: {why_no_stages(self.facts)}"
+        number = sum(len(stage.truncated) for stage in self.stages)
+        back = how_far_back(next(iter(self.facts.truncations.values())).rows, number) if number else ""
+        return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + back
+
+    @property
+    def rows(self) -> str:
+        """Rows per chunk, in words; empty where nothing is cut."""
+        rows = sorted({run.rows for stage in self.stages for run in stage.runs})
+        return f"{rows[0]:,} rows per chunk" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,} rows per chunk" if rows else ""
+
+
+def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:
+    """Of one graph of a call; `cost` is what a step through its program costs, where that was found out in another way."""
     if facts.program is None:
+        return Record(facts, tuple(stage_reports(facts, graph, {})), None)
+    cost = cost or predicted(facts)
+    return Record(facts, tuple(stage_reports(facts, graph, cost.loops)), cost)
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    record = record_of(facts)
+    if record.cost is None:
         yield f"a graph runs as it stands: {why_no_stages(facts)}"
         return
-    cost = predicted(facts)
-    stages = [report.as_dict() for report in stage_reports(facts, 0, cost.loops)]
-    yield f"a graph of {sequence_length(facts)} rows: {how_many_stream([stage['kind'] for stage in stages], cost.streamed_share)}"
-    yield f"  memory   {in_bytes(cost.peak)} at the peak for activations and gradients (predicted)"
-    yield from stage_lines(stages, cost.flops)
+    yield f"a graph of {sequence_length(facts)} rows: {record.streams}"
+    yield f"  memory   {in_bytes(record.cost.peak)} at the peak for activations and gradients (predicted)"
+    yield from stage_lines(record.plain, record.cost.flops)

@@ -9,6 +9,7 @@ from streamfx.budget import in_bytes
 from streamfx.report.flow import Handed
 from streamfx.report.names import joint_name
 from streamfx.report.page import Stages
+from streamfx.report.text import extent
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def diagram_of(lines: Sequence[Stages], flows: Sequence[Iterable[Handed]]) -> Di
 
 def _title(line: Stages) -> str:
     kinds = ", ".join(line.stage["attention"])
-    whole = " runs whole" if line.stage["kind"] == "whole" else ""
+    whole = {"streamed": "", "in part": " runs whole in part", "whole": " runs whole"}[extent(line.stage)]
     return f"{line.name}{whole}" + (f" ({kinds})" if kinds else "")
 
 

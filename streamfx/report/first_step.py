@@ -12,10 +12,9 @@ from streamfx.budget import in_bytes
 from streamfx.errors import told
 from streamfx.ir.facts import Facts
 from streamfx.log import log
-from streamfx.report.brief import predicted
-from streamfx.report.reasons import FITS, why_no_stages
-from streamfx.report.stages import stage_reports
-from streamfx.report.text import how_far_back, how_many_stream
+from streamfx.report.brief import record_of
+from streamfx.report.reasons import FITS
+from streamfx.report.verdict import NOTHING
 
 MORE = "streamfx.explain shows more"
 
@@ -41,19 +40,13 @@ class Compiled:
     def _found(self) -> str:
         facts = self.facts
         if facts is None:
-            return f"nothing streams: {FITS}, and Inductor compiles it; {MORE}"
-        program = facts.program
-        if program is None:
-            return f"nothing streams: {why_no_stages(facts)}; {MORE}"
-        cost = predicted(facts)
-        stages = stage_reports(facts, 0, cost.loops)
-        kinds = [stage.kind for stage in stages]
-        streams = how_many_stream(kinds, cost.streamed_share) + (f" ({MORE})" if "whole" in kinds else "")
-        truncated = sum(len(stage.truncated) for stage in stages)
-        streams += how_far_back(next(iter(facts.truncations.values())).rows, truncated) if truncated else ""
-        rows = sorted({loop.rows for loop in cost.loops.values()})
-        chunks = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
-        return f"{streams}, {chunks} rows per chunk, peak predicted {in_bytes(cost.peak)} for activations and gradients"
+            return f"{NOTHING}: {FITS}, and Inductor compiles it; {MORE}"
+        record = record_of(facts)
+        if record.cost is None:
+            return f"{record.streams}; {MORE}"
+        more = f" ({MORE})" if any(stage.reasons for stage in record.stages) else ""
+        rows = f", {record.rows}" if record.rows else ""
+        return f"{record.streams}{more}{rows}, peak predicted {in_bytes(record.cost.peak)} for activations and gradients"
 
 
 _noted: ContextVar[list[Compiled] | None] = ContextVar("streamfx_noted", default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -16,3 +17,13 @@ def joint_name(names: Sequence[str]) -> str:
         return names[0]
     first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
     return "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def names_together(names: Sequence[str]) -> str:
+    """
+    >>> names_together(["layers.0", "layers.1", "head"])
+    'layers.0 and 1 like it, head'
+    """
+    counts = Counter(unnumbered(name) for name in names)
+    first = {unnumbered(name): name for name in reversed(names)}
+    return ", ".join(first[kind] if count == 1 else f"{first[kind]} and {count - 1} like it" for kind, count in counts.items())

@@ -1,4 +1,6 @@
-"""The one warning that a step with much work saves no memory: it runs as it stood, or takes no less than with checkpoints."""
+"""Warnings, each once: a step with much work saves no memory (it runs as it stood, or takes no less than with checkpoints); what
+it writes is lost.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from streamfx.report.brief import predicted
 from streamfx.report.names import unnumbered
 from streamfx.report.reasons import why_no_stages
 from streamfx.report.stages import source_lines
+from streamfx.torch_private.dynamo import lost_writes
 
 MUCH_WORK = 10**11  # FLOPs of a graph: with less, nobody misses the loops
 MORE = "streamfx.explain shows more"
@@ -33,6 +36,18 @@ NO_GAIN = (
     "and gradient checkpointing takes about {other}. Most of it are gradients, or what runs whole, or the sequence is short: "
     f"{MORE}."
 )
+
+
+LOST = (
+    "{line}: this write is lost under torch.compile, whatever the backend: AOTAutograd takes a tensor of no dimensions in "
+    "float64 on the CPU for a number. Give it a dimension (torch.zeros(1, dtype=torch.float64)), or another type"
+)
+
+
+def tell_of_lost_writes(graph: fx.Graph) -> None:
+    """Say which lines write to what AOTAutograd does not write back."""
+    for line in lost_writes(graph):
+        _tell_once((LOST, line), LOST.format(line=line or "a write in place"))
 
 
 def tell_of_no_gain(facts: Facts, options: Options) -> None:

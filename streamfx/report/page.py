@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,8 +9,8 @@ from typing import Any
 
 from streamfx.budget import in_bytes
 from streamfx.options import Options
-from streamfx.report.names import joint_name, unnumbered
-from streamfx.report.text import in_flops, in_seconds
+from streamfx.report.names import joint_name, names_together, unnumbered
+from streamfx.report.text import in_flops, in_seconds, obstacles_of
 from streamfx.report.timeline import Course, Timeline
 from streamfx.report.verdict import Taken, ratio, times
 
@@ -149,7 +148,7 @@ def run_whole(stages: Sequence[Stage], matters: bool) -> tuple[Whole, ...]:
     """What runs whole, by line of code: the most bytes first."""
     found: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
     for stage in stages:
-        for item in _obstacles(stage):
+        for item in obstacles_of(stage):
             if item["matters"] == matters:
                 found.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
     return tuple(sorted((_whole(*key, items) for key, items in found.items()), key=lambda row: -row.bytes))
@@ -159,22 +158,7 @@ def _whole(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> Whole:
     operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
     found = tuple(dict.fromkeys(item["found"] for _, item in items))
     size = sum(item["bytes"] for _, item in items)
-    return Whole(operators, where, found, do, len(items), _names(list(dict.fromkeys(name for name, _ in items))), size)
-
-
-def _obstacles(stage: Stage) -> Sequence[Stage]:
-    """What runs whole of a stage; of a graph that has no stages at all, why that is so."""
-    if stage["obstacles"]:
-        return list(stage["obstacles"])
-    empty = {"operator": "", "where": "", "do": "", "matters": True, "bytes": 0}
-    return [{**empty, "found": reason} for reason in stage["reasons"]]
-
-
-def _names(names: Sequence[str]) -> str:
-    """Stages by name, those that differ in a number together."""
-    counts = Counter(unnumbered(name) for name in names)
-    first = {unnumbered(name): name for name in reversed(names)}
-    return ", ".join(first[kind] if count == 1 else f"{first[kind]} and {count - 1} like it" for kind, count in counts.items())
+    return Whole(operators, where, found, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size)
 
 
 def ways_table(timeline: Timeline) -> Table:

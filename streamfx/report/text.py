@@ -7,14 +7,15 @@ from itertools import groupby
 from typing import Any
 
 from streamfx.budget import in_bytes
-from streamfx.report.names import joint_name, unnumbered
-from streamfx.report.verdict import CHECKPOINTING, EAGER, Taken, gains, verdict, why_nothing_streams
+from streamfx.report.names import joint_name, names_together, unnumbered
+from streamfx.report.verdict import CHECKPOINTING, EAGER, NOTHING, Taken, gains, verdict, why_nothing_streams
 from streamfx.report.wire_text import wire_table, wire_totals
 
 Stage = Mapping[str, Any]
 NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
 COUNTED = "memory for activations and gradients"
 NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
+PLACES = 3  # lines of code that a reason names
 IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
@@ -37,13 +38,58 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
 def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     """A table of stages, and what runs whole, with reasons."""
     yield from _table(stages, flops)
+    yield from reason_lines(stages)
+
+
+def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
+    """What runs whole, each reason once: with the stages and the lines of code that it holds for."""
+    small: dict[str, list[str]] = {}
+    headed: dict[str, list[str]] = {}
+    for (kind, found, do), items in _alike_obstacles(stages).items():
+        names = names_together(list(dict.fromkeys(name for name, _ in items)))
+        where = _places(list(dict.fromkeys(place for _, place in items if place)))
+        text = ": ".join(filter(None, (f"{found}{where}", do)))
+        if kind == "small":
+            small.setdefault(names, []).append(text)
+        else:
+            heading = f"{names} runs whole:" if kind == "whole" else f"of {names} this runs whole:"
+            headed.setdefault(heading, []).append(text)
+    for heading, texts in headed.items():
+        yield ""
+        yield heading
+        yield from (f"  {text}" for text in texts)
+    for names, texts in small.items():
+        yield from (f"{names}: a small operator runs whole: {text}" for text in texts)
+
+
+def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list[tuple[str, str]]]:
+    """The stages and lines of code of each reason: of a stage that runs whole, of one that streams in part, of what is small."""
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for stage in stages:
-        if stage["reasons"]:
-            yield ""
-            yield f"{stage['name']} runs whole:"
-            yield from (f"  {reason}" for reason in stage["reasons"])
-        for reason in stage["also_whole"]:
-            yield f"{stage['name']}: a small operator runs whole: {reason}"
+        for item in obstacles_of(stage):
+            kind = extent(stage) if item["matters"] else "small"
+            found.setdefault((kind, item["found"], item["do"]), []).append((stage["name"], item["where"]))
+    return found
+
+
+def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
+    """What runs whole of a stage; of a graph that has no stages at all, why that is so."""
+    if stage["obstacles"]:
+        return list(stage["obstacles"])
+    empty = {"operator": "", "where": "", "do": "", "matters": True, "bytes": 0}
+    return [{**empty, "found": reason} for reason in stage["reasons"]]
+
+
+def _places(lines: Sequence[str]) -> str:
+    """
+    >>> _places(["a.py:1: x"]), _places(["a.py:1: x", "a.py:2: y", "a.py:3: z", "a.py:4: w"])
+    (' (a.py:1: x)', ' (a.py:1: x; a.py:2: y; and 2 more lines)')
+    """
+    if not lines:
+        return ""
+    shown = lines if len(lines) <= PLACES else lines[: PLACES - 1]
+    more = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
+    return f" ({'; '.join(shown)}{more})"
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
@@ -65,31 +111,66 @@ def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
     return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
 
 
-def how_many_stream(kinds: Sequence[str], share: float, traced: str = "") -> str:
-    """Of stages, and of FLOPs: `share` of them are in loops.
+def extent(stage: Stage) -> str:
+    """
+    >>> [extent({"loops": loops, "reasons": reasons}) for loops, reasons in ((2, []), (2, ["no rule"]), (0, ["no rule"]))]
+    ['streamed', 'in part', 'whole']
+    """
+    return "whole" if not stage["loops"] else "in part" if stage["reasons"] else "streamed"
+
+
+def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "") -> str:
+    """Of stages, and of FLOPs: `share` of them are in loops, where that is known.
 
     >>> how_many_stream(["streamed", "whole"], 0.5), how_many_stream(["streamed"], 1.0, "traced ")
     ('1 of 2 stages run whole', 'every traced stage streams')
     >>> how_many_stream(["streamed"], 0.25), how_many_stream([], 1.0)
     ('every stage streams in part: 25.0 % of the FLOPs are in loops', 'nothing streams')
+    >>> how_many_stream(["streamed", "in part"], 1.0), how_many_stream(["whole", "in part"], 0.5)
+    ('every stage streams, 1 of 2 but for some operators', '1 of 2 stages run whole, 1 streams but for some operators')
     """
-    if not kinds:
-        return "nothing streams"
-    whole = kinds.count("whole")
+    if all(extent == "whole" for extent in extents):
+        return NOTHING
+    whole, partly = extents.count("whole"), extents.count("in part")
     if whole:
-        return f"{whole} of {len(kinds)} {traced}stages run whole"
+        others = f", {partly} stream{'s' if partly == 1 else ''} but for some operators" if partly else ""
+        return f"{whole} of {len(extents)} {traced}stages run whole{others}"
     every = f"every {traced}stage streams"
-    return every if share >= IN_PART else f"{every} in part: {100 * share:.1f} % of the FLOPs are in loops"
+    if share is not None and share < IN_PART:
+        every += f" in part: {in_percent(share)} of the FLOPs are in loops"
+    return f"{every}, {partly} of {len(extents)} but for some operators" if partly else every
+
+
+def share_text(summary: Mapping[str, Any]) -> str:
+    """How much of the computation is in loops."""
+    share = summary["streamed_flops_share"]
+    if share is None:
+        return "without what is not traced; how much of it all is in loops is not known"
+    of = "of the whole call's" if is_traced_in_part(summary) else "of it"
+    return f"{in_percent(share)} {of} in loops over chunks"
+
+
+def in_percent(share: float) -> str:
+    """A part is no whole, however it is rounded.
+
+    >>> in_percent(0.99999), in_percent(1.0), in_percent(0.25)
+    ('99.9 %', '100.0 %', '25.0 %')
+    """
+    return f"{min(100 * share, 99.9 if share < 1 else 100.0):.1f} %"
+
+
+def streams_of(summary: Mapping[str, Any]) -> str:
+    """How much of a call streams, in words."""
+    traced = "traced " if is_traced_in_part(summary) else ""
+    return how_many_stream(list(map(extent, summary["stages"])), summary["streamed_flops_share"], traced)
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    traced = "traced " if is_traced_in_part(summary) else ""
-    streams = how_many_stream([stage["kind"] for stage in summary["stages"]], summary["streamed_flops_share"], traced)
     lengths = " and ".join(str(length) for length in dict.fromkeys(summary["sequence"]) if length is not None)
     rows = f", {lengths} rows" if lengths else ""
     graphs = f"{counted(summary['graphs'], 'graph')}, {counted(summary['graph_breaks'], 'graph break')}{rows}"
     truncated = sum(len(stage["truncated"]) for stage in summary["stages"])
-    return f"{streams}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
+    return f"{streams_of(summary)}; {graphs}{how_far_back(summary['options']['adjoints'], truncated)}"
 
 
 def how_far_back(reach: int | str, truncated: int) -> str:
@@ -119,7 +200,7 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"           {in_bytes(baseline)} in eager{checkpointed}"
     if summary["not_checkpointed"]:
         yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
-    yield f"  compute  {in_flops(flops)}, {100 * summary['streamed_flops_share']:.1f} % of it in loops over chunks"
+    yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
     yield f"           {in_flops(before)} in eager{ratio}"
     yield from wire_totals(summary["wire"])
 
@@ -134,6 +215,11 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
         yield "  " + "   ".join(cells)
 
 
+def marked(stage: Stage) -> str:
+    """What a table puts behind the name of a stage of which not all streams."""
+    return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
+
+
 def _alike(stage: Stage) -> tuple[Any, ...]:
     """Stages that share a line of the table: equal but for a number in the name."""
     keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
@@ -145,7 +231,7 @@ def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
     share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
     saved = in_bytes(stage["saved_bytes"])
     return (
-        name + (" (whole)" if stage["kind"] == "whole" else ""),
+        name + marked(stage),
         ", ".join(stage["attention"]) or "-",
         str(stage["chunk_size"] or "-"),
         str(stage["loops"]),

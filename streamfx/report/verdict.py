@@ -9,7 +9,9 @@ from typing import Any
 from streamfx.budget import in_bytes
 
 GAIN = 1.1  # times less memory; with less than that nobody would change a line of code
+LITTLE = 1.02  # with less than that two figures are the same
 CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
+NOTHING = "nothing streams"
 IN_CHUNKS = "with the loss in chunks"
 CHUNKED = f"{CHECKPOINTING} {IN_CHUNKS}"  # logits never exist for all rows
 
@@ -31,7 +33,7 @@ def verdict(
     counted: str = "memory",
 ) -> str:
     """One sentence: how much less memory a step takes than the first of `others`, and how many of its FLOPs; also how much less
-    than checkpointing with the loss in chunks, where that is among them.
+    than checkpointing with the loss in chunks, where that is among them. It is made of these figures alone.
 
     `counted` says which memory that is.
 
@@ -43,25 +45,35 @@ def verdict(
     '4.2 times less memory than gradient checkpointing, 0.92 of its FLOPs'
     >>> verdict(Taken("streambp", 10 << 30, 92), [checkpointing, Taken(CHUNKED, 15 << 30)])
     '4.2 times less memory than gradient checkpointing (1.5 times with the loss in chunks), 0.92 of its FLOPs'
-    >>> verdict(Taken("streambp", 41 << 30), [checkpointing], gains_from=2100)
+    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], gains_from=2100)
     'no gain over gradient checkpointing at this length; from about 2,100 tokens on'
+    >>> verdict(Taken("streambp", 40 << 30, 75), [checkpointing])
+    'little gain over gradient checkpointing at this length: 0.95 of its memory, 0.75 of its FLOPs'
     >>> verdict(Taken("streambp", 84 << 30), [checkpointing])
     '2.0 times as much memory as gradient checkpointing at this length'
+    >>> verdict(Taken("streambp", 21 << 30), [checkpointing], "no rule")
+    '2.0 times less memory than gradient checkpointing, though nothing streams, because no rule'
+    >>> verdict(Taken("streambp", 42 << 30), [checkpointing], "no rule")
+    'no gain: nothing streams, because no rule'
     >>> verdict(Taken("streambp", 1 << 30), [])
     'compared with nothing: no other way was followed'
     """
-    if why_whole is not None:
-        return f"no gain: nothing streams, because {why_whole}"
     if not others:
-        return "compared with nothing: no other way was followed"
+        return f"{NOTHING}, because {why_whole}" if why_whole is not None else "compared with nothing: no other way was followed"
     other = others[0]
-    less = ratio(other.peak_bytes, ours.peak_bytes)
+    less, more = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
     if less >= GAIN:
-        return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}"
-    more = ratio(ours.peak_bytes, other.peak_bytes)
-    found = f"{times(more)} as much {counted} as" if more >= GAIN else "no gain over"
+        though = "" if why_whole is None else f", though {NOTHING}, because {why_whole}"
+        return f"{times(less)} less {counted} than {other.way}{_in_chunks(ours, others)}{_flops(ours, other)}{though}"
+    if why_whole is not None and less < LITTLE:
+        found = "no gain" if more < GAIN else f"{times(more)} as much {counted} as {other.way}"
+        return f"{found}: {NOTHING}, because {why_whole}"
+    if more >= GAIN:
+        found = f"{times(more)} as much {counted} as {other.way} at this length"
+    else:
+        found = f"{'little' if less >= LITTLE else 'no'} gain over {other.way} at this length{_beside(ours, other)}"
     later = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
-    return f"{found} {other.way} at this length{later}"
+    return f"{found}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{later}"
 
 
 def verdict_within(budget: int, ours: Taken, others: Sequence[Taken], why_whole: str | None = None) -> str:
@@ -72,17 +84,19 @@ def verdict_within(budget: int, ours: Taken, others: Sequence[Taken], why_whole:
     'fits into 80.0 GiB; gradient checkpointing takes 131.0 GiB'
     >>> verdict_within(160 << 30, ours, [checkpointing])
     'fits into 160.0 GiB with 0.78 of the FLOPs of gradient checkpointing, which fits, too'
+    >>> verdict_within(70 << 30, ours, [checkpointing], "no rule")
+    'does not fit into 70.0 GiB: nothing streams, because no rule; gradient checkpointing takes 131.0 GiB'
     """
-    if why_whole is not None:
-        return verdict(ours, others, why_whole)
     fits = f"fits into {in_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {in_bytes(budget)}"
+    fits += "" if why_whole is None else f": {NOTHING}, because {why_whole}"
     if not others:
         return fits
     other = others[0]
     if other.peak_bytes > budget or ours.peak_bytes > budget:
         return f"{fits}; {other.way} takes {in_bytes(other.peak_bytes)}"
-    flops = f" with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}" if ours.flops and other.flops else ""
-    return f"{fits}{flops or f', as does {other.way}'}{', which fits, too' if flops else ''}"
+    if why_whole is not None or not ours.flops or not other.flops:
+        return f"{fits}{';' if why_whole else ','} {f'{other.way} fits, too' if why_whole else f'as does {other.way}'}"
+    return f"{fits} with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}, which fits, too"
 
 
 def length_verdict(ours: int, others: Mapping[str, int]) -> str:
@@ -137,3 +151,12 @@ def _flops(ours: Taken, other: Taken) -> str:
     if not ours.flops or not other.flops:
         return ""
     return f", {ours.flops / other.flops:.2f} of its FLOPs"
+
+
+def _beside(ours: Taken, other: Taken) -> str:
+    """What is less than another way takes, where there is little gain in memory: that, and FLOPs."""
+    memory = ratio(ours.peak_bytes, other.peak_bytes)
+    found = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []
+    if ours.flops and other.flops and other.flops >= GAIN * ours.flops:
+        found.append(f"{ours.flops / other.flops:.2f} of its FLOPs")
+    return f": {', '.join(found)}" if found else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import operator
 import os
@@ -73,16 +74,30 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
-    free = _free_bytes(folder)
-    left = "" if free is None else f"; {in_bytes(free)} are free"
+    """What is free is told where the disk is full; what a limit refuses does not depend on it."""
+    free, limit = _free_bytes(folder), limit_of_files() if cause.errno == errno.EFBIG else None
+    left = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
+    left += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
+    do = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
     error = NoRoom(
         "offload keeps values of stages in files",
         found=f"no room for {in_bytes(size)}: {cause.strerror or cause}{left}",
         where=folder,
-        do="let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload",
+        do=do if limit is None else "raise the limit (`ulimit -f unlimited`), or leave out offload",
     )
     error.folder, error.needed, error.free = folder, size, free
     return error
+
+
+def limit_of_files() -> int | None:
+    """Bytes that a file of this process may have, or None if there is no limit."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    except (ImportError, AttributeError):
+        return None
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _free_bytes(folder: str) -> int | None:

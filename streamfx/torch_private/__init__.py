@@ -349,11 +349,3 @@ def fake_copies(mode: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeCopyMode
 
     return FakeCopyMode(mode)
-
-
-ORIGINAL = "_torchdynamo_orig_callable"  # an attribute of a function that `torch.compile` made (2.11, 2.13)
-
-
-def is_compiled(model: Any) -> bool:
-    """Whether `torch.compile` made this module (2.11, 2.13)."""
-    return isinstance(model, torch._dynamo.OptimizedModule)

@@ -9,22 +9,59 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
-from types import TracebackType
+from pathlib import Path
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import _len_torch_dispatch_stack
 from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.external_utils import wrap_inline
 from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
 from streamfx.torch_private.lines import source_line
+
+ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of what `torch.compile` made
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` made this module (2.11, 2.13)."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+def inside_of_compiled(model: Any) -> Any:
+    """What `torch.compile` has wrapped, one level of it; None where it has not wrapped this (2.11, 2.13).
+
+    A decorator around what is compiled has its attributes, and is more than it; so is a method of an object.
+    """
+    if is_compiled(model):
+        return model._orig_mod
+    if inspect.ismethod(model):
+        function = inside_of_compiled(model.__func__)
+        return None if function is None else MethodType(function, model.__self__)
+    if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
+        return None
+    inside: Any = getattr(model, ORIGINAL, None)
+    is_frame = getattr(inside, "__code__", None) is wrap_inline(len).__code__  # what Dynamo puts around modules of torch's own
+    return inside.__wrapped__ if is_frame else inside
+
+
+def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function that `torch.compile` was given as a backend for this, and its keywords (2.11, 2.13)."""
+    cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # of a method, those of its function
+    contexts = [model.dynamo_ctx] if is_compiled(model) else [cell.cell_contents for cell in cells]
+    found: Any = next((one.callback for one in contexts if isinstance(one, eval_frame._TorchDynamoContext)), None)
+    while (inner := getattr(found, "_torchdynamo_orig_backend", getattr(found, ORIGINAL, None))) is not None:
+        found = inner
+    return getattr(found, "compiler_fn", found), getattr(found, "kwargs", {})
 
 
 def known_as(names: Iterable[str], where: str) -> None:
@@ -165,6 +202,29 @@ def cause_of(error: BaseException) -> Exception | None:
     return cause
 
 
+def decided_by_data(error: BaseException) -> str:
+    """The line of the user's code that asks for numbers of data, where that is what an error is of; else empty (2.11, 2.13)."""
+    from torch._dynamo.exc import UserError
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode, UserError)
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, kinds):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return ""
+    frames = [frame for frame in traceback.extract_tb(found.__traceback__) if not _is_of_tools(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _is_of_tools(file: str) -> bool:
+    """Of torch, of streamfx, or of no file."""
+    return file.startswith("<") or any(
+        root in Path(file).parents for root in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    )
+
+
 @contextmanager
 def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     """Collects (file, line, reason) of each graph break, from what `TORCH_LOGS="graph_breaks"` would show (2.11, 2.13); where
@@ -201,6 +261,29 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
         inside = f" in {found[2]}" if found[2] else ""
         return f"{found[1]}{inside}: {found[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
     return cause.split("\n", 1)[0], "", given_up
+
+
+def lost_writes(graph: fx.Graph) -> list[str]:
+    """The lines that write in place to an input or buffer of no dimensions in float64 on the CPU: AOTAutograd drops these writes,
+    whatever the backend, as it takes such tensors for numbers of Python; not those to a view, as `seen[...] = x` is (2.11, 2.13).
+    """
+    writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
+    written = ((node, node.args[0].meta.get("example_value")) for node in writes if _is_placeholder(node.args[:1]))
+    lost = (node for node, value in written if isinstance(value, torch.Tensor) and _is_like_a_number(value))
+    return list(dict.fromkeys(source_line(node) for node in lost))
+
+
+def _is_in_place(target: Any) -> bool:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)", name))
+
+
+def _is_placeholder(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(argument, fx.Node) and argument.op == "placeholder" for argument in arguments)
+
+
+def _is_like_a_number(value: torch.Tensor) -> bool:
+    return value.dim() == 0 and value.dtype is torch.float64 and value.device.type == "cpu"
 
 
 @contextmanager
