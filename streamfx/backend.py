@@ -277,8 +277,8 @@ class Compilation:
                 return halves
         facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
         self.tell(facts, self.options)
-        if self.standing is not None:
-            return self.standing
+        if self.standing is not None and self.standing[1] is not None:
+            return self.standing[0], self.standing[1]
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
             return plain()
         return facts.program.forward, facts.program.backward

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -31,8 +31,10 @@ from streamfx.passes.partition.fit import held_bytes
 
 Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
 TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
-LEAVES_OPEN = {"chunk_size": "auto", "loss_chunk_size": "auto", "save": "auto", "keep_every": "auto", "offload": "none"}
-LEAVES_OPEN |= {"memory_budget": None, "adjoints": "exact", "strict": False}
+LEAVES_OPEN: dict[str, Any] = {
+    **dict.fromkeys(("chunk_size", "loss_chunk_size", "save", "keep_every"), "auto"),
+    "offload": "none", "memory_budget": None, "adjoints": "exact", "strict": False,
+}
 
 
 @dataclass(frozen=True)
