@@ -202,7 +202,7 @@ def _same_dim(shape: Sequence[Size], dim: int, other: Sequence[Size]) -> int | N
 
 
 def _groups(exchanged: Exchanged) -> int:
-    """How many groups have as many heads, and heads of keys that are theirs alone, or one of these: four or fewer, if possible."""
+    """How many groups have as many heads, and heads of keys that are theirs alone, or share one: four or fewer, if possible."""
     heads, keys = (int(shape_of_node(way.last)[HEADS]) for way in exchanged.given[:2])
     counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
     return max((n for n in counts if n <= GROUPS), default=min(counts, default=1))
