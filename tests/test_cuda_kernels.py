@@ -185,6 +185,38 @@ def test_many_keys_take_several_calls(rows: int, keys: int, blocks: int, causal:
     assert sum(calls) == keys and len(calls) >= min(blocks, 2) and max(calls) <= max(6, rows) + rows
 
 
+BLOCKED = [(heads, groups, causal, rows, keys) for heads, groups in ((4, 4), (4, 2), (4, 1), (1, 1)) for causal, rows, keys in (
+    (True, 26, 26), (LAST, 26, 26), (LAST, 17, 30), (LAST, 9, 40), (False, 26, 19), (False, 17, 17))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "groups", "causal", "rows", "keys"), BLOCKED)
+def test_many_rows_take_several_calls(
+    heads: int, groups: int, causal: Any, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel sums the queries' gradient in single precision, and makes that of keys for all heads: those of a block alone."""
+    calls: list[tuple[int, int, int]] = []
+    block = cuda_attention._flash_block
+
+    def noted(*given: Any) -> Any:
+        calls.append((given[1].shape[1], given[1].shape[2], given[2].shape[2]))
+        return block(*given)
+
+    monkeypatch.setattr(cuda_attention, "_flash_block", noted)
+    monkeypatch.setattr(cuda_attention, "ACCUMULATED", 2 * (heads // groups) * 8 * (1 + HEAD) * 4)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, own, size, HEAD, dtype=torch.float64) for own, size in ((heads, rows), (groups, keys), (groups, keys))
+    )
+    with in_their_place(half=True):
+        found = cuda_attention.forward(q, k, v, None, causal, None)
+        gradient = torch.randn_like(found[0])
+        made = cuda_attention.backward(gradient, q, k, v, *found, None, causal, None)
+    torch.testing.assert_close(made, plain_attention.backward(gradient, q, k, v, *found, None, causal, None))
+    assert len(calls) > 1 and all(own == heads // groups and size <= 8 and seen <= 16 for own, size, seen in calls)
+    pairs = sum(rows * keys for own, rows, keys in calls) // groups
+    assert pairs < rows * keys or not causal or keys > rows  # what no row sees is left out
+
+
 def test_a_causal_mask_that_begins_at_the_first_row(half: None) -> None:
     """With more keys than rows flash attention's mask begins elsewhere: another kernel takes them."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import streamfx
+from streamfx.cost.workspaces import GRANULE
 from streamfx.planner.models import built
 
 SMALL = {
@@ -51,7 +52,8 @@ def test_what_lies_between_loops_has_terms_of_its_own() -> None:
     rows = seq // ranks * 8 * 8 * BYTES  # of all heads: queries, and as many bytes of keys and of values, which are repeated
     terms = found["peak_by_term"]
     assert terms["exchanged rows"] == 4 * rows  # queries, keys, values, the gradient of the result
-    assert terms["whole attention"] == 4 * rows + 4 * seq  # the result with its log-sum-exps, three gradients
+    kernel = (8 + 1) * 4 * seq + 2 * GRANULE  # a sum of the queries' gradient in single precision, two numbers of a generator
+    assert terms["whole attention"] == 4 * rows + 4 * seq + kernel  # the result with its log-sum-exps, three gradients
     assert terms["other"] <= tables * seq // ranks * 8 * BYTES + 1024  # cosines and sines of positions
     assert terms["stage inputs"] == seq // ranks * 64 * BYTES  # of one layer: the other is on the host
     assert found["peak_bytes"] == sum(terms.values())

@@ -45,6 +45,7 @@ from streamfx.passes.canonicalization import (
 from streamfx.passes.canonicalization.driver import simplify
 from streamfx.passes.canonicalization.equation import Equation
 from streamfx.passes.canonicalization.experts import PRODUCTS
+from streamfx.passes.canonicalization.heads_in_groups import heads_in_groups
 from streamfx.passes.canonicalization.permutations import undo_orders
 from streamfx.passes.operators.traits import is_random
 from streamfx.runtime.rng import draw_seed
@@ -131,6 +132,7 @@ class Canonicalize:
             return replace(facts, stands=why)
         opaque.note_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
+        heads_in_groups(joint.graph)
         number_random_operators(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 

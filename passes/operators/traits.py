@@ -18,6 +18,7 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
+PART_OF = "streamfx_part_of"  # in the `meta` of attention of some heads: the name of that of all, of which it was made
 CUTS = frozenset(  # into parts along a dimension
     {
         aten.split.Tensor,

@@ -27,7 +27,7 @@ from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.collectives import is_reduced_over_ranks
 from streamfx.passes.operators.rules.registry import COLLECTED
-from streamfx.passes.operators.traits import is_expensive, is_moved_elements, producer_of
+from streamfx.passes.operators.traits import PART_OF, is_expensive, is_moved_elements, producer_of
 from streamfx.passes.partition.between import Between
 from streamfx.passes.partition.sinking import sunk
 from streamfx.passes.partition.stage_names import stage_names
@@ -172,6 +172,7 @@ class _Cutter:
         """First and last position of each attention of the forward half, overlapping ones merged.
 
         Keys that are collected wait for all rows: from where they are made to the last that is made beside them is one attention.
+        So are its groups of heads.
         """
         intervals = []
         seen: dict[Any, list[int]] = {}
@@ -179,7 +180,8 @@ class _Cutter:
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(id(span), []).append(self.position[node])
         for node in self.between.attentions:
-            seen.setdefault(producer_of(node), []).append(self.position[node])
+            made = producer_of(node)
+            seen.setdefault(made.meta.get(PART_OF, made), []).append(self.position[node])
         seen |= {
             node: self.places_beside(node) for node in self.forward if COLLECTED in node.meta and node not in self.axes.static
         }

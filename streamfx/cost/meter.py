@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from streamfx.cost.terms import STAGE_INPUTS
 from streamfx.cost.totals import added_to, bytes_of_total
 from streamfx.cost.wire import KINDS, sent_by
 from streamfx.cost.work import Work
-from streamfx.cost.workspaces import allocated, workspace_of
+from streamfx.cost.workspaces import FOLLOWED, allocated, workspace_of
+from streamfx.runtime.device_kinds import DeviceKind, kind_of
 from streamfx.runtime.offload import from_host, to_host
-from streamfx.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode
+from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Meter(TorchDispatchMode):
         if func is not to_host:  # what waits on the host is not in the device's memory
             least = self._size_of(args[0]) if getattr(func, "overloadpacket", None) in CLONES_MEMORY else 0
             self._note_new(out, (args, kwargs), STAGE_INPUTS if func is from_host else self.term, least)
-        if workspace := workspace_of(func, args, kwargs):
+        if workspace := followed(func, args, kwargs) if func in FOLLOWED else workspace_of(func, args, kwargs):
             self.reached(Rise(workspace, {self.term: workspace}))
         return out
 
@@ -235,6 +237,42 @@ class Meter(TorchDispatchMode):
         self.live -= size
         self.live_terms[term] -= size
         self._note()
+
+
+def followed(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The workspace of an operator that calls others: what these have alive beside its operands and results, at most."""
+    arguments = arguments_by_name(target, args, kwargs)
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    return _followed(target, tuple((name, _as_given(value)) for name, value in arguments.items()), kind_of(device))
+
+
+class _Given(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _as_given(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Given(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
+
+
+@lru_cache(maxsize=1024)
+def _followed(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
+    with FakeTensorMode():
+        given = {name: value.made() if isinstance(value, _Given) else value for name, value in arguments}
+        results = sum(allocated(storage.nbytes(), device) for _, storage, device in _storages(target(**given)))
+        with Meter() as meter:
+            made = FOLLOWED[target](**given)
+            del made
+    return max(meter.peak - results, 0)
 
 
 def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:

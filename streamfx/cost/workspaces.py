@@ -1,6 +1,7 @@
 """Memory that CUDA's kernels take for as long as they run, beside their results, and how its allocator rounds sizes.
 
 Sources under aten/src/ATen/native/transformers/cuda of PyTorch 2.13; of our own operators, what they make before their result.
+An operator that calls other operators is followed inside (`meter.py`): their workspaces, and copies of what they are given.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
-from streamfx.runtime import cuda_attention, cuda_windows, experts
+from streamfx.runtime import cuda_attention, cuda_documents, cuda_windows, experts, kernels
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.torch_private import OpOverload
 
@@ -53,6 +54,27 @@ def _cudnn_backward(arguments: Arguments) -> int:
     groups, keys, value_width = arguments["value"].shape[1:]
     expanded = batch * keys * heads * (width + value_width) * arguments["query"].element_size() if groups != heads else 0
     return batch * heads * rows * (1 + width) * FLOAT + expanded
+
+
+def _nothing(arguments: Arguments) -> int:
+    """What a kernel keeps between its calls to the memory of a device is its result alone."""
+    return 0
+
+
+def _flash_rows_backward(arguments: Arguments) -> int:
+    """The same of [b m h d]; of documents [m h d], each of which has rows beyond its last."""
+    given = {name: arguments[name] for name in ("query", "key", "value")}
+    if arguments["cum_seq_q"] is None:
+        return _flash_backward({name: value.transpose(1, 2) for name, value in given.items()})
+    _, heads, width = given["query"].shape
+    more = cuda_documents.MARGIN * (len(arguments["cum_seq_q"]) - 1)
+    made = _flash_backward({name: value.transpose(0, 1)[None] for name, value in given.items()})
+    return made + heads * more * (1 + _up(width, 32 if width <= 128 else 64)) * FLOAT
+
+
+def _efficient_rows_backward(arguments: Arguments) -> int:
+    """The same as below of [b m h d]."""
+    return _efficient_backward({name: arguments[name].transpose(1, 2) for name in ("query", "key", "value")})
 
 
 def _window_backward(arguments: Arguments) -> int:
@@ -97,10 +119,21 @@ def _up(number: int, multiple: int) -> int:
 
 
 WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
+    aten._scaled_dot_product_flash_attention.default: _nothing,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention.default: _nothing,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    cuda_windows.ATTENTION_WINDOW_BACKWARD: _window_backward,
+    aten._scaled_dot_product_efficient_attention.default: _nothing,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._flash_attention_forward.default: _nothing,
+    aten._flash_attention_backward.default: _flash_rows_backward,
+    aten._efficient_attention_forward.default: _nothing,
+    aten._efficient_attention_backward.default: _efficient_rows_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _nothing,  # a megabyte or two for each thread (docs/planner.md)
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _nothing,
+    cuda_windows.ATTENTION_WINDOW: _nothing,
+    cuda_windows.ATTENTION_WINDOW_BACKWARD: _window_backward,
     torch.ops.streamfx.arranged_mm.default: _arranged_product,
     torch.ops.streamfx.add_arranged_outer.default: _added_outer,
 }
+FOLLOWED: dict[Any, Callable[..., Any]] = kernels.ONE_FOR_ALL

@@ -8,13 +8,12 @@ aten/src/ATen/native/transformers/cuda) that says so. `tests/support/cuda_kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.runtime import cuda_cudnn, layouts
+from streamfx.runtime.cuda_blocks import Sizes, gradients
 from streamfx.runtime.device_kinds import kind_of
 from streamfx.runtime.plain_attention import Causal, for_all_heads, for_groups
 
@@ -24,6 +23,7 @@ FLASH_TYPES = {torch.float16, torch.bfloat16}  # flash_api.cpp: mha_fwd
 TYPES = {torch.float32, torch.float16, torch.bfloat16}  # gemm_kernel_utils.h: DISPATCH_TYPES
 BIAS_ALIGNMENT = 16  # elements: attention.cpp: pad_bias
 EXPANDED = 1 << 30  # bytes: so much may the gradients of keys and values take, for all query heads that share them
+ACCUMULATED = 1 << 29  # bytes: and so much the sums of the gradients of queries
 LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads so many at once
 
 
@@ -58,7 +58,7 @@ def backward(
     query, key, value, scale = readable(query, key, value, scale)
     gradient, out = readable_results(gradient, out, query)
     if cuda_cudnn.takes(query, key, value, bias, causal, scale):
-        return _in_blocks(cuda_cudnn.backward, gradient, query, key, value, out, lse, causal, scale)
+        return gradients(cuda_cudnn.backward, (gradient, query, key, value, out, lse), causal, scale, sizes)
     if is_flash(query, key, value, bias, causal, scale):
         return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -122,34 +122,7 @@ def _flash_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop takes its pointer and none of its strides
-    return _in_blocks(_flash_block, gradient, query, key, value, out, lse, causal, scale)
-
-
-def _in_blocks(
-    backward_of: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by a kernel, in one call or, if that would take much memory, in one call per block of keys."""
-    blocks = _blocks_of_keys(query, key, causal)
-    if len(blocks) == 1:
-        return backward_of(gradient, query, key, value, out, lse, causal, scale)
-    dq = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-    dk, dv = torch.empty_like(key), torch.empty_like(value)
-    for start, end in blocks:
-        is_last = causal and end == key.shape[2]
-        keys, values = key[:, :, start:end], value[:, :, start:end]
-        parts = backward_of(gradient, query, keys, values, out, lse, causal if is_last else False, scale)
-        dq.add_(parts[0])
-        dk[:, :, start:end].copy_(parts[1])
-        dv[:, :, start:end].copy_(parts[2])
-    return dq.to(query.dtype), dk, dv
+    return gradients(_flash_block, (gradient, query, key, value, out, lse), causal, scale, sizes)
 
 
 def _flash_block(
@@ -173,17 +146,16 @@ def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
-def _blocks_of_keys(query: Tensor, key: Tensor, causal: Causal) -> list[tuple[int, int]]:
-    """The keys in one block, or in several where the kernel would take much memory for the gradients of all query heads.
+def sizes(query: Tensor, key: Tensor) -> Sizes:
+    """How many rows and keys a call of the backward takes."""
+    rows, keys = _rows_at_once(query), keys_at_once(query, key)
+    return Sizes(rows, keys if query.shape[2] <= rows else min(keys, rows))
 
-    With `causal` every row sees all keys of all blocks but the last.
-    """
-    rows, keys, size = query.shape[2], key.shape[2], keys_at_once(query, key)
-    if keys <= size + rows:
-        return [(0, keys)]
-    past = keys - rows if causal else keys
-    cuts = list(range(0, past, size))
-    return list(zip(cuts, [*cuts[1:], keys], strict=True))
+
+def _rows_at_once(query: Tensor) -> int:
+    batch, heads, _, width = query.shape
+    row_bytes = batch * heads * (1 + width) * 4  # flash_api.cpp: mha_bwd: softmax_d, dq_accum; cuDNN makes the same
+    return max(_in_tiles(ACCUMULATED // row_bytes), 1)
 
 
 def keys_at_once(query: Tensor, key: Tensor) -> int:
@@ -192,8 +164,11 @@ def keys_at_once(query: Tensor, key: Tensor) -> int:
     if heads == key.shape[1]:
         return key.shape[2]
     row_bytes = 2 * batch * heads * width * query.element_size()  # flash_api.cpp: mha_bwd: dk_expanded, dv_expanded
-    size = EXPANDED // row_bytes
-    return max(size // cuda_cudnn.MULTIPLE * cuda_cudnn.MULTIPLE or size, rows)
+    return max(_in_tiles(EXPANDED // row_bytes), min(rows, _rows_at_once(query)))
+
+
+def _in_tiles(size: int) -> int:
+    return size // cuda_cudnn.MULTIPLE * cuda_cudnn.MULTIPLE or size
 
 
 def _efficient_backward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -240,3 +240,4 @@ def _fake_attention_backward(
 
 ATTENTION = torch.ops.streamfx.attention.default
 ATTENTION_BACKWARD = torch.ops.streamfx.attention_backward.default
+ONE_FOR_ALL: dict[Any, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}

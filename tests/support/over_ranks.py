@@ -25,9 +25,9 @@ Exchange = Callable[..., list[str]]
 
 
 @contextmanager
-def one_of_many() -> Iterator[None]:
-    """Eight ranks, of which this process is the first; the others only exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+def one_of_many(world: int = WORLD) -> Iterator[None]:
+    """Eight ranks, or as many as are asked for, of which this process is the first; the others only exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
     finally:
