@@ -74,11 +74,10 @@ def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> Non
 
 
 def test_chunks_that_are_asked_for_are_made() -> None:
-    x = torch.randn(1, 400, 8)
-    model = nn.Linear(8, 8)
-    open_, asked = (streamfx.explain(lambda x: model(x).sum(), x, **options) for options in ({}, {"chunk_size": 100}))
+    model, loss = decoder()
+    open_, asked = (streamfx.explain(lambda: loss(model), **options) for options in ({}, {"chunk_size": 4}))
     assert [stage.kind for stage in open_.stages] == ["whole"]
-    assert [stage.kind for stage in asked.stages] == ["streamed"]
+    assert {stage.kind for stage in asked.stages} == {"streamed"}
     (reason,) = open_.stages[0].reasons
     assert "as it stands takes" in reason and "chunk_size" in reason
 
@@ -86,14 +85,13 @@ def test_chunks_that_are_asked_for_are_made() -> None:
 def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
     """Dynamic rows: the decision holds up to a length, beyond which the graph is compiled anew."""
     torch.manual_seed(0)
-    model, backend = multilayer()[0], recorder(bodies="eager")
+    model, backend = Attention().double(), recorder(bodies="eager")
     compiled = torch.compile(model, backend=backend)
-    for rows in (50, 60, 70, 900):
-        x = torch.randn(2, rows, 8, dtype=torch.float64, requires_grad=True)
-        truth, found = outcome(model, model, (x,)), outcome(compiled, model, (x,))
+    for rows in (12, 14, 16, 300):
+        ids = torch.randint(0, 30, (2, rows))
+        truth, found = outcome(model, model, (ids,)), outcome(compiled, model, (ids,))
         assert max(gradient_errors(found.gradients, truth.gradients).values()) < 1e-12
-    assert all(facts.stands for facts in backend.facts)
-    assert len(backend.facts) <= 3
+    assert [facts.stands is not None for facts in backend.facts] in ([True, True], [True, True, False])
 
 
 def test_evaluation_runs_the_smaller_forward_half() -> None:

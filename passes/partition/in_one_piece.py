@@ -33,7 +33,10 @@ Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
 TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
 LEAVES_OPEN: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "loss_chunk_size", "save", "keep_every"), "auto"),
-    "offload": "none", "memory_budget": None, "adjoints": "exact", "strict": False,
+    "offload": "none",
+    "memory_budget": None,
+    "adjoints": "exact",
+    "strict": False,
 }
 
 
