@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx import explain
 from streamfx.ir.facts import known
 from tests.support import decoders, hf, layouts
 from tests.support.exactness import compare
@@ -250,46 +249,6 @@ def test_selected_tokens() -> None:
     """Rows chosen by a data-dependent index: that cannot stream, and stays exact."""
     torch._dynamo.config.capture_dynamic_output_shape_ops = False
     compare(decoders.made(lambda: WithLoss(z_loss)), batch(), chunk_size=5, streams=None, graphs=None)
-
-
-def rows_taken_twice(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    taken = labels % 3 > 0
-    return F.cross_entropy(head(x[taken]), labels[taken])
-
-
-def rows_taken_by_two_masks(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(head(x[labels % 3 > 0]), labels[labels % 3 > 0])
-
-
-def rows_taken_by_number(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    taken = (labels.flatten() % 3 > 0).nonzero()[:, 0]
-    return F.cross_entropy(head(x.flatten(0, 1)[taken]), labels.flatten()[taken])
-
-
-class TakesRows(decoders.Plain):
-    """Rows are taken out in front of the head."""
-
-    taking = staticmethod(rows_taken_twice)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.taking(self.head, self.hidden(self.embed(ids)), labels)
-
-
-@pytest.mark.parametrize("taking", only([rows_taken_twice], [rows_taken_twice, rows_taken_by_two_masks, rows_taken_by_number]))
-@pytest.mark.parametrize("budget", [None, "120K"])
-def test_layers_stream_before_rows_of_an_unknown_number(taking: Callable[..., Tensor], budget: str | None) -> None:
-    model = decoders.made(type("TakesRows", (TakesRows,), {"taking": staticmethod(taking)}))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        sizes = {"chunk_size": 5} if budget is None else {"chunk_size": "auto", "memory_budget": budget, "bodies": "eager"}
-        report = compare(model, batch(), streams=None, attention={"causal"}, **sizes)  # type: ignore[arg-type]
-        assert any(facts.program is not None for facts in report.facts)
-        found = str(explain(model, **batch(), chunk_size=5))
-    assert "1 graph, no graph breaks" in found and ("ignore_index" in found or taking is rows_taken_by_number)
-
-
-def test_rows_that_are_taken_break_the_graph_and_explain_says_what_avoids_it() -> None:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
-        assert "xk, yk = x[k], y[k]" in str(explain(decoders.made(TakesRows), **batch(), chunk_size=5))
 
 
 def test_losses_per_token_leave_the_graph() -> None:

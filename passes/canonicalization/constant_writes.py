@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -105,10 +106,8 @@ def _selected(root: fx.Node, node: fx.Node, strips: list[_Strip], regions: _Regi
         if found is None:
             return None
         fill = writer.call(aten.full.default, [], number, dtype=own.dtype, device=own.device)
-        if found:
-            root = writer.call(aten.where.self, found[0], fill, root)
-        else:
-            root = writer.call(aten.expand.default, fill, size_arguments(node, writer))
+        made = (aten.where.self, found[0], fill, root) if found else (aten.expand.default, fill, size_arguments(node, writer))
+        root = writer.call(*made)
     return root
 
 
@@ -270,10 +269,9 @@ def _stretches(bands: list[tuple[Interval, Interval]]) -> list[list[tuple[Interv
     """Rows one behind the other; all together, if there are so many gaps that they are better told by a table."""
     parts: list[list[tuple[Interval, Interval]]] = []
     for band in bands:
-        if parts and parts[-1][-1][0][1] == band[0][0]:
-            parts[-1].append(band)
-        else:
-            parts.append([band])
+        if not parts or parts[-1][-1][0][1] != band[0][0]:
+            parts.append([])
+        parts[-1].append(band)
     return parts if len(parts) <= MOST // 2 else [bands]
 
 
@@ -313,10 +311,8 @@ class _Regions:
         """Whether in rows before `begin`, and from `end` on, no column lies between two lines."""
         if self._rows == END:
             return begin == 0 and end == END
-        return all(
-            _within(low.at(row), self._columns) >= _within(high.at(row), self._columns)
-            for row in (*range(begin), *range(end, self._rows))
-        )
+        outside = (*range(begin), *range(end, self._rows))
+        return all(_within(low.at(row), self._columns) >= _within(high.at(row), self._columns) for row in outside)
 
     def _is_between(self, begin: int, end: int) -> list[fx.Node]:
         """What numbers of rows [begin, end) are."""
@@ -345,9 +341,8 @@ class _Regions:
 
     def _table(self, edge: list[Interval]) -> fx.Node:
         """The columns of an edge, row by row; 0 where there is none."""
-        columns, keywords = [0] * self._rows, {"dtype": torch.int64, "device": self._like.meta["val"].device}
-        for row, column in edge:
-            columns[row] = column
+        known, keywords = dict(edge), {"dtype": torch.int64, "device": self._like.meta["val"].device}
+        columns = [known.get(row, 0) for row in range(self._rows)]
         parts, start = list[fx.Node](), 0
         while start < len(columns):
             stop, step = start + 1, columns[start + 1] - columns[start] if start + 1 < len(columns) else 0
@@ -371,10 +366,7 @@ class _Regions:
         return vector
 
     def _all(self, terms: list[fx.Node]) -> list[fx.Node]:
-        region = terms[:1]
-        for term in terms[1:]:
-            region = [self.writer.call(aten.logical_and.default, region[0], term)]
-        return region
+        return [reduce(partial(self.writer.call, aten.logical_and.default), terms)] if terms else []
 
     def _size(self, dim: int | None) -> int:
         size = 1 if dim is None else shape_of_node(self._like)[dim]

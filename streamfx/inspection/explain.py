@@ -21,7 +21,7 @@ from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.cost.work import summed
 from streamfx.errors import NotTraced, ReportError
-from streamfx.inspection.curves import curve_of_call, curve_of_calls
+from streamfx.inspection.curves import curve_of_call, curve_of_calls, peak_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
@@ -380,22 +380,6 @@ def _flops(node: fx.Node, span: Span) -> int:
 
 def flops_of_calls(costs: list[Cost]) -> int:
     return sum(cost.flops for cost in costs)
-
-
-def peak_of_calls(costs: list[Cost], gradients: list[int]) -> int:
-    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run.
-
-    `gradients` are the bytes of each graph's gradients of parameters; other gradients are handed on and not counted twice.
-    """
-    peak = held = later = 0
-    for cost in costs:
-        peak = max(peak, held + cost.forward_peak)
-        held += cost.held
-    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
-        held -= cost.held
-        peak = max(peak, held + cost.backward_peak + later)
-        later += own
-    return peak
 
 
 def gradient_bytes(graph: TracedGraph) -> int:
