@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,16 @@ from streamfx.cost.meter import Meter
 from streamfx.ir.joint import joint_graph
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.support.exactness import gradient_errors, outcome, recorder
-from tests.support.peaks import TOLERATED, peaks
+from tests.support.peaks import TOLERATED, however_small, peaks
 from tests.support.spread import only
 
 Loss = Callable[[Any], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def compares_all() -> Iterator[None]:
+    with however_small():
+        yield
 
 
 def linear() -> tuple[nn.Module, Loss]:

@@ -31,6 +31,7 @@ from streamfx.passes.partition.fit import held_bytes
 
 Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
 TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
+LEAST = 1 << 20  # bytes: what takes less is not compared, which would make each first step longer
 LEAVES_OPEN: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "loss_chunk_size", "save", "keep_every"), "auto"),
     "offload": "none",
@@ -97,7 +98,7 @@ def smaller_than(
     is tolerated; None where none does, or none would in calls that are longer.
     """
     program, num_outputs = known(facts.program), len(facts.joint.outputs)
-    if bytes_at_least(capture().joint) >= ours:
+    if ours < LEAST or bytes_at_least(capture().joint) >= ours:
         return None
     found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
     piece = min(found, key=lambda piece: piece.peak, default=None)
