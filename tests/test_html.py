@@ -150,7 +150,7 @@ def test_graph_breaks_and_whole_graphs_are_told() -> None:
     assert "Graph break" in text
     text = checked(html_of(streamfx.explain(lambda x: x.sort(0).values * 2, torch.randn(4, requires_grad=True)).page)).text
     assert "no dimension of this graph" in text
-    assert "No gain: nothing streams" in text
+    assert "nothing streams, because no dimension" in text
 
 
 def test_what_has_no_backward_half_or_makes_nothing() -> None:
