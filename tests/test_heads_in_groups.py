@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import streamfx
-from streamfx.ir.facts import known
+from streamfx.ir.joint import node_argument, shape_of_node
 from streamfx.passes.canonicalization import heads_in_groups
 from streamfx.runtime.kernels import ATTENTION, ATTENTION_BACKWARD
 from streamfx.torch_private.allocations import allocations
@@ -61,16 +61,6 @@ class FewByHeads(Few, Ulysses):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-class Biased(FewByHeads):
-    """With numbers of each head that are added to scores."""
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = torch.arange(q.shape[2])
-        own = torch.arange(1.0, 1 + q.shape[1])[:, None, None] * (rows - rows[:, None])
-        mask = own.masked_fill(rows > rows[:, None], float("-inf")).to(q.dtype)[None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 class Masked(FewByHeads):
     """With numbers that all heads add to scores."""
 
@@ -91,7 +81,8 @@ def decoder(kind: type[Few], width: int, keys: int, layers: int = 2) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(layers=layers, width=width)
     for layer in model.layers:
-        layer.__class__, layer.keys = kind, keys
+        layer.__class__ = kind
+        layer.keys = keys  # type: ignore[assignment]
     return model
 
 
@@ -139,16 +130,14 @@ def ranks() -> Iterator[None]:
 
 
 def attentions(model: Decoder) -> list[fx.Node]:
-    """Those of both outer graphs."""
-    program = known(facts_of(model, data_of(0, 64), lambda text, *_, **__: [text], save="inputs").program)
-    halves = (program.forward, program.backward)
-    return [node for half in halves for node in half.graph.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
+    facts = facts_of(model, data_of(0, 64), lambda text, *_, **__: [text], save="inputs")
+    return [node for node in facts.joint.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
 
 
 @pytest.mark.parametrize(
     ("kind", "heads", "keys", "groups"),
     only(
-        [(FewByHeads, 8, 2, 4), (Biased, 4, 4, 1), (ReadTwice, 4, 2, 1)],
+        [(FewByHeads, 8, 2, 4), (ReadTwice, 4, 2, 1)],
         [
             (FewByHeads, 4, 4, 4),
             (FewByHeads, 4, 1, 4),
@@ -156,18 +145,17 @@ def attentions(model: Decoder) -> list[fx.Node]:
             (FewByHeads, 6, 2, 2),
             (FewByHeads, 5, 5, 5),
             (FewByHeads, 1, 1, 1),
-            (Masked, 4, 4, 4),
-            (Biased, 4, 4, 1),
+            (Masked, 4, 4, 1),
             (ReadTwice, 4, 2, 1),
         ],
     ),
 )
 def test_groups_of_heads(ranks: None, kind: type[Few], heads: int, keys: int, groups: int) -> None:
-    """Of a rank. Nothing is claimed of a bias for each head, nor of what somebody else reads."""
+    """Of a rank. Attention with a mask stays as it is, and so does what somebody else reads."""
     layers = 2
     found = attentions(decoder(kind, WORLD * heads * HEAD, WORLD * keys, layers))
-    assert len(found) == 3 * layers * groups  # once forward, once again, once back
-    assert {node.args[0].meta["val"].shape[1] for node in found} == {heads // groups}
+    assert len(found) == 2 * layers * groups
+    assert {shape_of_node(node_argument(node))[1] for node in found} == {heads // groups}
 
 
 @pytest.mark.parametrize("keys", [8, 2])
@@ -178,7 +166,7 @@ def test_less_is_there_at_once(ranks: None, keys: int, monkeypatch: pytest.Monke
     for groups in (heads_in_groups._groups, lambda _: 1):
         monkeypatch.setattr(heads_in_groups, "_groups", groups)
         peaks.append(streamfx.explain(model, *data, options=options).summary()["peak_bytes"])
-    assert peaks[0] < 0.95 * peaks[1]
+    assert peaks[0] < 0.98 * peaks[1]
 
 
 # -- as much as it is told
