@@ -178,19 +178,23 @@ HEADS, KEYS = 32, 8  # of all ranks
 
 
 def measured(rank: int) -> list[int]:
-    """Bytes of a step beside its model, by the allocator."""
+    """Bytes of a step beside its model, by the allocator. Of a few steps the least: what a thread of gloo lets go of late is not
+    seen to be freed.
+    """
     torch.set_default_dtype(torch.float32)
     model, found = decoder(FewByHeads, HEADS * HEAD, KEYS), []
     for rows in LENGTHS:
         data = [part.repeat(BATCH, 1) for part in data_of(rank, rows)]
         torch._dynamo.reset()
         run = torch.compile(model, backend="streambp", options=BYTES, dynamic=False)
-        for _ in range(2):
+        peaks = list[int]()
+        for _ in range(4):
             model.zero_grad()
             with allocations() as taken:
                 run(*data).backward()
-        assert taken.is_complete
-        found.append(max(accumulate(size for _, size, _ in taken.moves)))
+            assert taken.is_complete
+            peaks.append(max(accumulate(size for _, size, _ in taken.moves)))
+        found.append(min(peaks))
     return found
 
 
