@@ -118,12 +118,10 @@ def _gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, 
 
 
 def _takes_any_head(node: fx.Node) -> bool:
-    """Whether heads are known numbers, as many of keys as of values, and a mask is that of all heads."""
+    """Whether heads are known numbers, as many of keys as of values. With a mask attention streams: that makes a loop of it."""
     query, key, value = (shape_of_node(node_argument(node, i)) for i in range(3))
-    mask = node.kwargs.get("attn_mask")
-    shape = shape_of_node(mask) if isinstance(mask, fx.Node) else ()
     are_known = isinstance(query[HEADS], int) and isinstance(key[HEADS], int)
-    return are_known and key[HEADS] == value[HEADS] and (len(shape) < 3 or shape[-3] == 1)
+    return are_known and key[HEADS] == value[HEADS] and node.kwargs.get("attn_mask") is None
 
 
 def _called(node: fx.Node) -> dict[str, Any]:

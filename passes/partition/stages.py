@@ -178,7 +178,7 @@ class _Cutter:
         seen: dict[Any, list[int]] = {}
         for node, span in self.causality.spans.items():
             if node in self.position and node not in self.axes.static:
-                seen.setdefault(id(span), []).append(self.position[node])
+                seen.setdefault(producer_of(node).meta.get(PART_OF, id(span)), []).append(self.position[node])
         for node in self.between.attentions:
             made = producer_of(node)
             seen.setdefault(made.meta.get(PART_OF, made), []).append(self.position[node])
