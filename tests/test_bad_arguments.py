@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a recurrence of nothing": (RuleError, "missing a required argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
     "no arguments": (RuleError, "missing a required argument: 'arguments'", lambda: ANY.check_recurrence(MM)),
     "plan of nothing": (PlanError, "missing a required argument: 'model'", lambda: ANY.plan()),
-    "plan of a number": (PlanError, "a int is no configuration", lambda: ANY.plan(3)),
+    "plan of a number": (PlanError, "an int is no configuration", lambda: ANY.plan(3)),
     "plan, a long name": (PlanError, "there is no configuration", lambda: ANY.plan("x" * 300)),
     "plan, no name": (PlanError, "there is no configuration", lambda: ANY.plan("a\0b")),
     "a type in a list": (PlanError, r"dtype cannot be \['x'\] \(list\)", lambda: ANY.plan("Qwen3-8B", dtype=["x"])),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 BACKEND, FINGERPRINT, OPTIONS = "streamfx/backend.py", "streamfx/fingerprint.py", "streamfx/options.py"
+USES = "streamfx/lazy/uses.py"
 WATCHED = "test_watched_buffers.py::test_the_next_call_is_exact"
 
 PASSES = (
     Mutation(
         "4",
         "uses of deferred outputs cut as the model did",
-        BACKEND,
+        USES,
         ", chunk_size=cut.rows, loss_chunk_size=cut.rows)",
         ")",
         ("test_agreement.py::test_what_was_found_is_found_again",),
@@ -19,8 +20,8 @@ PASSES = (
     Mutation(
         "4",
         "a use that cuts otherwise streams",
-        BACKEND,
-        "        if not is_cut(facts, cut):\n",
+        USES,
+        "        if not is_cut(known(facts), cut):\n",
         "        if False:\n",
         ("test_agreement.py::test_a_use_that_streams_along_another_axis_makes_all_of_it_whole",),
     ),

@@ -33,8 +33,8 @@ ROWS = (
         "reports",
         "what a graph keeps for its backward half is not there while others run",
         "streamfx/inspection/curves.py",
-        "        held += cost.held\n",
-        "        held += 0\n",
+        "        held += cost.held\n    found = replace(found, turn",
+        "        held += 0\n    found = replace(found, turn",
         ("test_timeline.py::test_checkpointing_and_graph_breaks",),
     ),
     Mutation(

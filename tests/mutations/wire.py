@@ -62,8 +62,8 @@ ROWS = (
         "wire",
         "a stage's input that is written over stays one",
         "streamfx/cost/sampling.py",
-        "        if item.reuse is not None:\n            stacked",
-        "        if False:\n            stacked",
+        "        if item.reuse is not None:\n            self.meter",
+        "        if False:\n            self.meter",
         ("test_plan.py::test_memory_that_is_written_over_counts_as_what_it_holds",),
     ),
     Mutation(
