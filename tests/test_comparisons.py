@@ -209,7 +209,8 @@ def test_the_headline_is_computed_from_the_figures_below_it(name: str) -> None:
 def test_a_reason_is_told_once_with_all_that_it_holds_for() -> None:
     found = str(streamfx.explain(Stacked(nn.ModuleList([Sorting(), Sorting()])), rows(12), chunk_size=4))
     assert found.count("mixes the rows of the sequence") == 1
-    assert found.count("test_comparisons.py:") == 2 and "runs whole" in found
+    assert found.count("puts rows by number") == 1
+    assert found.count("test_comparisons.py:") == 4 and "runs whole" in found  # both lines, of the sort and of its gradient
 
 
 @dataclass
