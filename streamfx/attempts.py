@@ -18,6 +18,7 @@ INTERNAL = (
     "Please report this; strict=True raises an error instead."
 )
 NOT_LOOKED_AT = "nobody knows whether a graph fits into the memory budget as it stands: looking at that failed"
+NOT_COMPARED = "nobody knows whether a graph takes less memory as it stands than in loops: looking at that failed"
 AT_ONCE = "gradients of a graph are handed over at once, at the end: the search for where each is complete failed"
 ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
 

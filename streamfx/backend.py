@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
+from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_COMPARED, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
 from streamfx.capture import captured
 from streamfx.constants import Guarded, WatchedInput, watched_inputs
 from streamfx.cost.inductor import compiles_whole, uses_inductor
@@ -302,11 +302,9 @@ class Compilation:
             return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
 
         now = Lengths.now(facts.joint.graph)
-        if not fits(now):
+        furthest = now.furthest_beyond(fits) if fits(now) else None
+        if furthest is None:
             return False
-        furthest = now.furthest(fits) if now else now
-        if now and furthest == now:
-            return False  # a plan for these lengths alone: each longer call would be planned again
         self.found(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
         if compiled:
             self.hand_over()
@@ -345,22 +343,23 @@ class Compilation:
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
-        facts = self.unless_smaller(facts, capture, ways) if may_stand(facts, self.options) else facts
+        if may_stand(facts, self.options):
+            facts = attempted(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
         self.found(facts)
         if facts.fits == "compiled":
             self.hand_over()
         return facts
 
-    def unless_smaller(self, facts: Facts, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """The facts without a program, and the halves to run, where the graph as it stood takes less memory than its loops."""
+    def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
+        """The facts as `traced`, and the halves to run, where the graph as it stood takes less memory than its loops."""
         ours = predicted(facts).peak
-        piece = smaller_than(ours, facts, capture, ways)
+        piece = smaller_than(ours, facts, traced.joint, ways)
         if piece is None:
             return facts
         self.standing, trains = piece.halves, piece.halves[1] is not None
         compiled = trains and uses_inductor(self.options, facts.joint.graph) and piece.peak + self.deferred_bytes() <= ours
         why = why_smaller(ours, piece.peak)
-        return replace(capture(), stands=why, fits="compiled" if compiled else None, lengths=piece.lengths)
+        return replace(traced, stands=why, fits="compiled" if compiled else None, lengths=piece.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,11 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         todo += [source for source in operands if source not in seen]
         seen.update(operands)
     return frozenset(found)
+
+
+def memories_made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The values whose memory these show, but for those that are given to the graph."""
+    return {memory for node in nodes for memory in memories(node) if memory.op == "call_function"}
 
 
 def _may_alias(target: Any) -> bool:

@@ -48,10 +48,7 @@ def fits_by_far(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | st
         return (bytes_at_most(graph) or 0) <= left
 
     now = Lengths.now(graph)
-    if not fits(now):
-        return None
-    furthest = now.furthest(fits) if now else now
-    return None if now and furthest == now else furthest  # else each longer call would be compiled again
+    return now.furthest_beyond(fits) if fits(now) else None
 
 
 def bytes_at_most(graph: fx.Graph) -> int | None:

@@ -16,14 +16,14 @@ from torch import fx
 
 from streamfx.attempts import NOT_LOOKED_AT, attempted
 from streamfx.budget import bytes_of
-from streamfx.cost.memory import bytes_like, cost_of
+from streamfx.cost.memory import bytes_of_values, cost_of
 from streamfx.errors import told
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import JointGraph, device_of, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.log import log
 from streamfx.options import Options
-from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.aliasing import memories, memories_made
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.operators.traits import is_expensive
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
@@ -65,7 +65,7 @@ def _leaves_room(joint: JointGraph, budget: int | float | str) -> bool:
     held = held_bytes(joint.graph, joint.tangents)
     left = bytes_of(budget, device_of(joint.graph), held, gradient_bytes(joint.gradients)) - held
     read = (memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
-    return _bytes(node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function") <= left
+    return bytes_of_values(node for shown in read if len(shown) == 1 for node in shown if node.op == "call_function") <= left
 
 
 def fits_whole(
@@ -86,33 +86,31 @@ def fits_whole(
 
 
 def may_stand(facts: Facts, options: Options) -> bool:
-    """Whether loops may be given up for the graph as it stood: no option asks for them, and no other rank has to agree."""
+    """Whether loops may be given up for the graph as it stood: no option asks for them, no other rank has to agree, and values
+    take enough for a comparison.
+    """
     asks = any(getattr(options, name) != value for name, value in LEAVES_OPEN.items())
-    return facts.program is not None and not asks and not has_collectives(facts.joint.graph)
+    is_ours = facts.program is not None and not asks and not has_collectives(facts.joint.graph)
+    return is_ours and bytes_of_values(facts.joint.nodes) >= LEAST
 
 
-def smaller_than(
-    ours: int, facts: Facts, capture: Callable[[], Facts], ways: Iterable[Callable[[], Halves]]
-) -> InOnePiece | None:
-    """The smallest of some ways to run a graph in one piece, where it takes less than the `ours` bytes of its loops, by more than
-    is tolerated; None where none does, or none would in calls that are longer.
+def smaller_than(ours: int, facts: Facts, traced: JointGraph, ways: Iterable[Callable[[], Halves]]) -> InOnePiece | None:
+    """Of a `traced` graph the smallest of some ways to run it in one piece, where it takes less than the `ours` bytes of its
+    loops, by more than is tolerated; None where none does, or none would in calls that are longer.
     """
     program, num_outputs = known(facts.program), len(facts.joint.outputs)
-    if ours < LEAST or bytes_at_least(capture().joint) >= ours:
+    if ours < LEAST or bytes_at_least(traced) >= ours:
         return None
     found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
     piece = min(found, key=lambda piece: piece.peak, default=None)
     if piece is None or piece.peak * TOLERATED >= ours:
         return None
-    now = Lengths.now(facts.joint.graph)
-    if not now:
-        return piece
 
     def holds(lengths: Lengths) -> bool:
         return cost_of(*piece.halves, num_outputs).peak <= cost_of(program.forward, program.backward, num_outputs).peak
 
-    furthest = now.furthest(holds, close=2)  # for these lengths alone each longer call would be compiled again
-    return None if furthest == now else replace(piece, lengths=furthest)
+    lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, close=2)
+    return None if lengths is None else replace(piece, lengths=lengths)
 
 
 def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | None:
@@ -131,30 +129,22 @@ def bytes_at_least(joint: JointGraph) -> int:
     the backward half reads are kept until its last read. Gradients stay until the end.
     """
     nodes = joint.nodes
-    together = max((_bytes({node, *_made(node.all_input_nodes)}) for node in nodes if is_expensive(node)), default=0)
-    return max(together, *_alive_in_backward(joint, nodes))
+    products = (node for node in nodes if is_expensive(node))
+    together = (bytes_of_values({node, *memories_made(node.all_input_nodes)}) for node in products)
+    return max(*together, *_alive_in_backward(joint, nodes), 0)
 
 
 def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
     """Bytes of kept products and of gradients, after each operator of the backward half."""
     backward = [node for node in nodes if node not in joint.forward]
-    last = {source: node for node in backward for source in _made(node.all_input_nodes) if source in joint.forward}
+    last = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
     last = {source: node for source, node in last.items() if is_expensive(source)}
-    read_last, alive = Counter[fx.Node](), _bytes(last)
+    read_last, alive = Counter[fx.Node](), bytes_of_values(last)
     for source, node in last.items():
-        read_last[node] += _bytes((source,))
-    gradients = _made(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
+        read_last[node] += bytes_of_values((source,))
+    gradients = memories_made(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
     yield alive
     for node in backward:
-        alive += _bytes(gradients & {node})
+        alive += bytes_of_values(gradients & {node})
         yield alive
         alive -= read_last[node]
-
-
-def _made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The values whose memory these show, but for those that are given."""
-    return {memory for node in nodes for memory in memories(node) if memory.op == "call_function"}
-
-
-def _bytes(values: Iterable[fx.Node]) -> int:
-    return sum(bytes_like(node.meta.get("val")) for node in set(values))

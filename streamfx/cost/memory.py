@@ -5,7 +5,7 @@ Loops run few of their chunks (see `sampling.py`), so the time does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,6 +202,11 @@ def bytes_like(value: Any) -> int:
     for size in value.shape:
         count *= size_hint(size)
     return count * value.element_size()
+
+
+def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the tensors that these nodes stand for, each counted once."""
+    return sum(bytes_like(node.meta.get("val")) for node in set(nodes))
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:

@@ -72,6 +72,13 @@ class Lengths:
             low, high = (middle, high) if self._supposed_to_hold(holds, middle) else (low, middle)
         return self.times(low)
 
+    def furthest_beyond(self, holds: Callable[[Lengths], bool], close: float = CLOSE) -> Lengths | None:
+        """The same, empty where there are no lengths that change; None where it holds for these alone: each longer call would be
+        compiled again.
+        """
+        furthest = self.furthest(holds, close) if self else self
+        return None if self and furthest == self else furthest
+
     def _supposed_to_hold(self, holds: Callable[[Lengths], bool], factor: float) -> bool:
         """Not for lengths that the graph is not for, with which it cannot be followed: beyond a table of positions, say."""
         longer = self.times(factor)

@@ -4,19 +4,19 @@ it writes is lost.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from torch import fx
 
 from streamfx.budget import in_bytes
 from streamfx.cost.flops import flops_of_graph
-from streamfx.cost.memory import bytes_like
+from streamfx.cost.memory import bytes_like, bytes_of_values
 from streamfx.errors import told
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor
 from streamfx.log import log
 from streamfx.options import Options
-from streamfx.passes.operators.aliasing import memories
+from streamfx.passes.operators.aliasing import memories_made
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
 from streamfx.report.brief import predicted
@@ -81,20 +81,11 @@ def checkpointing_bytes(facts: Facts) -> int:
     joint, kept, peak = facts.joint, set[fx.Node](), 0
     gradients = gradient_bytes(joint.gradients)
     for stage in facts.stages:
-        own = _made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
+        own = memories_made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
         work = max((bytes_like(node.meta["val"]) for node in stage.backward if is_tensor(node)), default=0)
-        peak = max(peak, _bytes(kept | own) + work)
-        kept |= _made(stage.outputs)
+        peak = max(peak, bytes_of_values(kept | own) + work)
+        kept |= memories_made(stage.outputs)
     return peak + gradients
-
-
-def _made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The values whose memory these show, but for those that are given."""
-    return {memory for node in nodes if is_tensor(node) for memory in memories(node) if memory.op == "call_function"}
-
-
-def _bytes(values: Iterable[fx.Node]) -> int:
-    return sum(bytes_like(node.meta.get("val")) for node in values)
 
 
 _told: set[Hashable] = set()

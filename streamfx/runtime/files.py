@@ -24,6 +24,7 @@ from torch import Tensor
 from streamfx.budget import in_bytes
 from streamfx.errors import NoRoom
 from streamfx.log import log
+from streamfx.runtime.limits import limit_of
 
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
@@ -75,7 +76,7 @@ def _reserve(file: int, size: int) -> None:
 
 def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
     """What is free is told where the disk is full; what a limit refuses does not depend on it."""
-    free, limit = _free_bytes(folder), limit_of_files() if cause.errno == errno.EFBIG else None
+    free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
     left = f"; {in_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
     left += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {in_bytes(limit)}"
     do = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
@@ -87,17 +88,6 @@ def _no_room(folder: str, size: int, cause: OSError) -> NoRoom:
     )
     error.folder, error.needed, error.free = folder, size, free
     return error
-
-
-def limit_of_files() -> int | None:
-    """Bytes that a file of this process may have, or None if there is no limit."""
-    try:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    except (ImportError, AttributeError):
-        return None
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _free_bytes(folder: str) -> int | None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from streamfx.budget import free_on, in_bytes
 from streamfx.errors import NoRoom
 from streamfx.log import log
+from streamfx.runtime.limits import limit_of
 
 HOST = torch.device("cpu")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
@@ -192,10 +193,4 @@ def forget_error(device: torch.device) -> None:
 
 def limit_of_locked_memory() -> int | None:
     """Bytes that this process may lock, or None if there is no limit."""
-    try:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    except (ImportError, AttributeError):
-        return None
-    return None if limit == resource.RLIM_INFINITY else limit
+    return limit_of("RLIMIT_MEMLOCK")

@@ -140,7 +140,7 @@ LENGTHS = (
         "12",
         "what fits now fits without a look at longer ones",
         BACKEND,
-        "        furthest = now.furthest(fits) if now else now\n",
+        "        furthest = now.furthest_beyond(fits) if fits(now) else None\n",
         "        furthest = now.times(64)\n",
         ("test_lengths.py::test_what_fits_whole_for_one_length_does_not_for_all",),
     ),
