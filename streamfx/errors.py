@@ -52,9 +52,10 @@ def one(kind: str) -> str:
 
 
 def ordinal(number: int) -> str:
-    """
-    >>> [ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 102, 112)]
-    ['1st', '2nd', '3rd', '4th', '11th', '12th', '13th', '21st', '102nd', '112th']
+    """A number as it counts things.
+
+    >>> print(*(ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 102, 112)))
+    1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 112th
     """
     return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 

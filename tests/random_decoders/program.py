@@ -228,7 +228,7 @@ def _options(decoder: Decoder) -> str:
     options = {
         "chunk_size": decoder.chunk_size,
         "loss_chunk_size": decoder.loss_chunk_size,
-        "also": (decoder.also,),
+        "also": tuple(dict.fromkeys((decoder.also, decoder.length))),
         "save": decoder.save,
         "keep_every": decoder.keep_every,
         "offload": decoder.offload,
