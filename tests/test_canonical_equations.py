@@ -12,6 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.along_sequence import _root_of_sum, _sum_of_paddings
+from streamfx.passes.canonicalization.constant_writes import constants_that_were_written
+from streamfx.passes.canonicalization.driver import simplify
+from streamfx.passes.canonicalization.equation import equation
 from tests.support.canonical import INF, NAN, Case, Function, check, graphs, plain, same, scores, special
 
 aten = torch.ops.aten
@@ -349,3 +352,27 @@ def test_along_sequence(x: Tensor) -> None:
         node.replace_all_uses_with(_root_of_sum(node, writer.before(node)), propagate_meta=False)
     for actual, wanted, bits in zip(fx.GraphModule(before, graph)(x), before(x), (True, False, False), strict=True):
         same(actual, wanted, bits)
+
+
+def test_a_size_that_is_no_input() -> None:
+    """What replaces a value does not read the value's size: the graph would have a cycle, in which the next pass goes around."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        padded = torch.nn.functional.pad(x, (0, 0, 3, 0)).sin()
+        return [aten.slice_scatter(padded, torch.full((1, 1), 0.5, dtype=x.dtype).expand(padded.shape[0] - 1, 2), 0, 1)]
+
+    x = plain(5, 2)
+    before = make_fx(function, tracing_mode="symbolic")(x)
+    graph = copy.deepcopy(before.graph)
+    assert simplify(graph, [constants_that_were_written])
+    graph.lint()
+    same(fx.GraphModule(before, graph)(x)[0], before(x)[0], bits=True)
+
+
+def test_an_equation_that_makes_a_value_of_itself() -> None:
+    @equation(aten.sin.default)
+    def of_itself(node: fx.Node, writer: GraphWriter) -> fx.Node:
+        return writer.call(aten.cos.default, node)
+
+    with pytest.raises(AssertionError, match="makes a value out of itself"):
+        simplify(make_fx(lambda x: [torch.sin(x)], tracing_mode="fake")(plain(2)).graph, [of_itself])

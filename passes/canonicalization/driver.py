@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,9 +73,23 @@ def _rows_for(node: fx.Node, rows: Mapping[Any, list[Equation]]) -> list[Equatio
 def _applied(row: Equation, node: fx.Node, writer: GraphWriter) -> bool:
     before = len(writer.made)
     equals = row.rewrite(node, writer.before(node))
-    made = {*writer.made[before:]}
-    changes = [replace(old, new, is_new=new in made) for old, new in _pairs(node, equals).items()]
+    made, pairs = {*writer.made[before:]}, _pairs(node, equals)
+    if any(_reads(new, old, made) for old, new in pairs.items() if old is not new):  # the graph would have a cycle
+        raise AssertionError(f"'{row.name}' makes a value out of itself")
+    changes = [replace(old, new, is_new=new in made) for old, new in pairs.items()]
     return any(changes)
+
+
+def _reads(new: fx.Node, old: fx.Node, made: Collection[fx.Node]) -> bool:
+    """Whether a value is made of another one, by new operators."""
+    todo, seen = [new], {new}
+    while todo:
+        inputs = todo.pop().all_input_nodes
+        if old in inputs:
+            return True
+        todo += [source for source in inputs if source in made and source not in seen]
+        seen.update(inputs)
+    return False
 
 
 def _pairs(node: fx.Node, equals: Equals) -> Mapping[fx.Node, fx.Node]:

@@ -60,12 +60,27 @@ class GraphWriter:
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """The sizes of a value as arguments: numbers, or nodes that hold those that are dynamic: inputs, else ones that read them."""
+    """The sizes of a value as arguments: numbers, or nodes that hold those that are dynamic: inputs, else ones that read them.
+
+    They are read from an operand that has such a size, if there is one: the value itself may be what a rewriting replaces.
+    """
     shape = node.meta["val"].shape
     return [
-        size if isinstance(size, int) else held_size(size, writer.graph) or writer.call(aten.sym_size.int, node, dim)
+        size if isinstance(size, int) else held_size(size, writer.graph) or _read_size(size, node, dim, writer)
         for dim, size in enumerate(shape)
     ]
+
+
+def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
+    for operand in node.all_input_nodes:
+        value = operand.meta.get("val")
+        if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
+            return operand
+        if isinstance(value, torch.Tensor):
+            found = next((own for own, other in enumerate(value.shape) if size_of(other) == size_of(size)), None)
+            if found is not None:
+                return writer.call(aten.sym_size.int, operand, found)
+    return writer.call(aten.sym_size.int, node, dim)
 
 
 def held_size(size: Any, graph: fx.Graph) -> fx.Node | None:
