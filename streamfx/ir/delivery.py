@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.sizes import shape_of
 from streamfx.torch_private import inputs_of_gradients
-from streamfx.torch_private.autograd import owners
+from streamfx.torch_private.autograd import is_taken_apart, owners
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward half: inputs in whose memory it may lie
 
@@ -69,7 +69,7 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
         if not is_tensor(gradient):
             continue
         position = None if primal is None else given[number[primal]]
-        is_part = given.count(position) > 1
+        is_part = primal is not None and is_taken_apart(primal)
         part = _part(gradient) if is_part else None
         if primal is None or position is None or position in seen or (is_part and part is None):
             return {}

@@ -96,6 +96,11 @@ def owners(graph: fx.Graph) -> list[int | None]:
     return found
 
 
+def is_taken_apart(node: fx.Node) -> bool:
+    """Whether an input of a traced graph is a part of one of Dynamo's, which may have only that one part (2.11, 2.13)."""
+    return isinstance(node.meta.get("desc"), SubclassGetAttrAOTInput)
+
+
 @contextmanager
 def recorded_inside_operators() -> Iterator[None]:
     """Autograd records what runs inside of it, and `vmap` may, also where an operator's own code runs, of which they see nothing
