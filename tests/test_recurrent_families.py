@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from streamfx.cost.memory import cost_of
@@ -22,6 +21,7 @@ from streamfx.runtime.stateful import Backward, Forward
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, assert_small, compare, errors, outcome, recorder
 from tests.support.recurrent import BATCH, FAMILIES, WIDTH, Values
+from tests.support.scans import scan
 from tests.support.spread import only
 from tests.support.stateful.families import OPERATORS
 

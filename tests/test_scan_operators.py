@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._higher_order_ops.scan import scan
 
 import streamfx
 from streamfx.ir.facts import Form
 from streamfx.runtime.scanned import Scanned
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.scans import scan
 from tests.support.spread import spread
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, zeros
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._higher_order_ops.scan import scan
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from streamfx.errors import OptionError, RanksDiffer
 from tests.support.collectives import data_of, worst
 from tests.support.over_ranks import everybody, facts_of, one_of_many
 from tests.support.ranks import on_ranks
+from tests.support.scans import scan
 from tests.support.stateful.averages import averages
 
 WIDTH, ROWS = 6, 8  # rows of a rank

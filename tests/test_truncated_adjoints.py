@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._higher_order_ops.scan import scan
 
 import streamfx
 from streamfx.errors import OptionError
 from tests.support import decoders, layouts
+from tests.support.scans import scan
 from tests.support.stateful.averages import averages
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, zeros
 

@@ -279,7 +279,10 @@ class _Rewriter:
         return Program(graph, (*map(label, given), *numbers) if label else numbers, contexts)
 
 
+HOLDERS = ("self", "_modules", "_parameters", "_buffers")
+
+
 def _readable(source: str) -> str:
-    """`L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`."""
+    """`L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; names with three underscores are Dynamo's."""
     parts = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
-    return ".".join(part for part in parts if part not in ("self", "_modules", "_parameters", "_buffers"))
+    return ".".join(part for part in parts if part not in HOLDERS and not part.startswith("___"))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._higher_order_ops.scan import scan
+from tests.support.scans import scan
 
 from tests.support.exactness import scalar_of
 {imports}{norm}{functions}
