@@ -17,7 +17,7 @@ from streamfx.errors import OptionError, RanksDiffer
 from tests.support.collectives import data_of, worst
 from tests.support.over_ranks import everybody, facts_of, one_of_many
 from tests.support.ranks import on_ranks
-from tests.support.scans import scan
+from tests.support.scans import scan, with_states_of_constants
 from tests.support.stateful.averages import averages
 
 WIDTH, ROWS = 6, 8  # rows of a rank
@@ -308,6 +308,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
+@with_states_of_constants
 @pytest.mark.parametrize(
     "kind", [Linear, pytest.param(Steps, marks=pytest.mark.long), pytest.param(Operator, marks=pytest.mark.long)]
 )
@@ -318,6 +319,7 @@ def test_gradients_of_states_from_other_ranks_are_not_truncated(ranks: None, kin
         facts_of(part_of(kind, 1), data_of(0, ROWS), adjoints=rows)
 
 
+@with_states_of_constants
 @pytest.mark.parametrize("kind", [Detached, Alone])
 def test_what_else_ranks_send_does_not_matter(ranks: None, kind: type[Layer]) -> None:
     """States without a gradient; a loss that is the mean over ranks."""

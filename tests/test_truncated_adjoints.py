@@ -15,7 +15,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 import streamfx
 from streamfx.errors import OptionError
 from tests.support import decoders, layouts
-from tests.support.scans import scan
+from tests.support.scans import scan, with_states_of_constants
 from tests.support.stateful.averages import averages
 from tests.test_recurrences import LENGTH, WIDTH, Mixed, Mixer, zeros
 
@@ -289,6 +289,7 @@ def test_the_report_says_so() -> None:
     assert "adjoints=64: no recurrence is truncated, gradients are exact" in str(explained(chunk_size=4, adjoints=64))
 
 
+@with_states_of_constants
 def test_verify_says_why_gradients_differ() -> None:
     ids = layouts.tokens(23, 2, 32, 0)
     model = decoders.made(lambda: Mixed(weighted(as_an_operator)))
