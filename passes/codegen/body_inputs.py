@@ -37,6 +37,7 @@ SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, which of its arguments is a s
     aten.new_empty.default: 1,
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,
+    aten.diagonal_backward.default: 1,
 }
 
 

@@ -7,8 +7,8 @@ asserted beside its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from streamfx.torch_private import get_decompositions
 
 aten = torch.ops.aten
+Sizes: TypeAlias = "Sequence[int]"
 
 WHOLE_OPERATORS = (
     aten.mse_loss,
@@ -34,6 +35,7 @@ WHOLE_OPERATORS = (
     aten._prelu_kernel_backward,
     aten.native_group_norm,
     aten.native_group_norm_backward,
+    aten.diag_embed,
 )
 
 
@@ -46,5 +48,35 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
     return made
 
 
+def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *how: Any) -> Tensor:
+    """Means of blocks that lie side by side; windows that overlap, or that reach beyond an end, stay one operator."""
+    if not _are_blocks(size, stride, padding, ceil, *how):
+        return NotImplemented
+    rows, columns = (whole // own for whole, own in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
+    blocks = x[..., : rows * size[0], : columns * size[-1]].unflatten(-1, (columns, size[-1])).unflatten(-3, (rows, size[0]))
+    return blocks.mean((-3, -1))
+
+
+def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *how: Any) -> Tensor:
+    if not _are_blocks(size, *how):
+        return NotImplemented
+    share = (gradient / (size[0] * size[-1])).unsqueeze(-1).unsqueeze(-3)
+    *front, rows, _, columns, _ = share.shape
+    blocks = share.expand(*front, rows, size[0], columns, size[-1]).flatten(-2).flatten(-3, -2)
+    rest = [whole - own for whole, own in zip(x.shape[-2:], blocks.shape[-2:], strict=True)]
+    made: Tensor = aten.constant_pad_nd(blocks, [0, rest[1], 0, rest[0]])
+    return made
+
+
+def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None) -> bool:
+    steps = (stride[0], stride[-1]) if stride else (size[0], size[-1])
+    return steps == (size[0], size[-1]) and not any(padding) and not ceil and divisor is None
+
+
 _OF_TORCH: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {**_OF_TORCH, aten.binary_cross_entropy.default: _binary_cross_entropy}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **_OF_TORCH,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    aten.avg_pool2d.default: _avg_pool2d,
+    aten.avg_pool2d_backward.default: _avg_pool2d_backward,
+}

@@ -97,6 +97,16 @@ def along_one_dimension(call: Call) -> Signature:
     return replace(broadcast(call), index=whole(dim))
 
 
+@rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+def transforms(call: Call) -> Signature:
+    """Fourier's: each number along a dimension is made of all numbers along it, and there may be fewer of them, or more."""
+    rank = len(call.shape)
+    dims = {dim % rank for dim in call.arguments()["dim"]}
+    operand = tuple((dim,) for dim in range(rank))
+    result = tuple((rank + dim if dim in dims else dim,) for dim in range(rank))
+    return Signature((operand,), (result,), whole(*dims, *(rank + dim for dim in dims)))
+
+
 @rule(aten.topk.default, aten.kthvalue.default)
 def topk(call: Call) -> Signature:
     rank = len(call.shapes[0])

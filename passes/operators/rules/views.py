@@ -150,6 +150,26 @@ def select_backward(call: Call) -> Signature:
     return Signature((operand,), (result,), _single(call, dim, _from_start(index, length)))
 
 
+@rule(aten.diagonal.default)
+def diagonal(call: Call) -> Signature:
+    """Elements at (i, i + offset) of two dimensions, all of them at once, behind the dimensions that are left."""
+    return Signature(*_diagonal(call, len(call.shapes[0])))
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(call: Call) -> Signature:
+    """The gradient of a diagonal, among zeros."""
+    (whole_value,), (taken,), index = _diagonal(call, len(call.shape))
+    return Signature((taken,), (whole_value,), index)
+
+
+def _diagonal(call: Call, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
+    """Letters of a value with two dimensions, and of their diagonal."""
+    letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
+    left = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
+    return (letters,), ((*left, (rank,)),), whole(*dims, rank)
+
+
 def _from_start(index: Any, length: Size) -> Any:
     """An index that counts from the end where it is negative, as one from the start."""
     return simplified(length + index) if isinstance(index, int) and index < 0 else index

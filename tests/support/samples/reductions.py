@@ -86,6 +86,18 @@ sample(aten.topk.default)(lambda s: (s.draw(s.b, s.t, s.d), s.t, 1))
 sample(aten.kthvalue.default)(lambda s: (s.draw(s.b, s.t, s.d), 1))
 sample(aten.kthvalue.default)(lambda s: (s.draw(s.b, s.t, s.d), 1, 1, True))
 
+
+def spectrum(s: Sizes) -> Tensor:
+    return torch.complex(s.draw(s.b, s.t, s.d), s.draw(s.b, s.t, s.d))
+
+
+sample(aten._fft_r2c.default)(lambda s: (s.draw(s.b, s.t, s.d), [2], 0, True))
+sample(aten._fft_r2c.default)(lambda s: (s.draw(s.b, s.t, s.d), [0, 2], 0, True))
+sample(aten._fft_r2c.default)(lambda s: (s.draw(s.b, s.t, s.d), [1], 0, False))
+sample(aten._fft_c2c.default)(lambda s: (spectrum(s), [2], 1, True))
+sample(aten._fft_c2c.default)(lambda s: (spectrum(s), [0, 2], 1, False))
+sample(aten._fft_c2r.default)(lambda s: (spectrum(s), [2], 2, 2 * s.d - 1))
+
 # -- normalisations
 
 
