@@ -24,10 +24,13 @@ def plain_path(path: str) -> str:
 
     >>> plain_path("L['self'].layers[0].mlp"), plain_path("L['call'].__self__._modules['layers'].0")
     ('layers.0.mlp', 'layers.0')
+    >>> plain_path("L['self'].__dict__['_modules']['base_model'].model.layers.0")
+    'base_model.model.layers.0'
     >>> plain_path("L['call'].__closure__[0].cell_contents.__self__.head")
     'head'
     """
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)
+    path = re.sub(r"__dict__\['(_modules|_parameters)'\]", r"\1", path)
     path = re.sub(r"^(?:__\w+__(?:\[\d+\]\.cell_contents)?(?:\.|$))+", "", path)
     path = re.sub(r"(?:^|\.)_(?:modules|parameters)\['([^']+)'\]", r".\1", path)
     return re.sub(r"\['?([^']+?)'?\]", r".\1", path).strip(".")
