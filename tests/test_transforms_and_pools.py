@@ -47,12 +47,25 @@ def along_sequence(x: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
     return pool(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Normed(nn.Module):
+    """Heads of all rows in one batch, normed as groups, as RWKV-7 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x.flatten(0, 1))
+        return normed.view_as(x)
+
+
 STREAM: dict[str, Mix] = {
     "the real part of a transform": lambda x: torch.fft.fft(x, dim=-1).real,
     "a filter": filtered,
     "means of pairs of features": lambda x: F.avg_pool1d(x, 2).repeat_interleave(2, -1),
     "features left over": lambda x: F.avg_pool1d(x, 3).repeat_interleave(4, -1),
     "images": images,
+    "a norm of groups": Normed(),
     "means of blocks of rows": lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 5)).square().mean(1, keepdim=True),
     "a diagonal": lambda x: (x[..., :, None] * x[..., None, :]).diagonal(0, -2, -1),
     "a matrix of a diagonal": lambda x: torch.diag_embed(x).sin().sum(-1),
@@ -63,6 +76,14 @@ RUN_WHOLE: dict[str, tuple[Mix, str]] = {
     "means up to the end": (
         lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 5, ceil_mode=True)).mean(1, keepdim=True),
         "no rule for aten.avg_pool2d",
+    ),
+    "memory in another order": (
+        lambda x: (2 * x).as_strided((2, LENGTH, WIDTH), (LENGTH * WIDTH, 1, LENGTH)),
+        "aten.as_strided.default reads memory",
+    ),
+    "memory of other rows": (
+        lambda x: F.pad((2 * x).as_strided((2, LENGTH - 1, WIDTH), (LENGTH * WIDTH, WIDTH, 1), WIDTH), (0, 0, 1, 0)),
+        "aten.as_strided.default reads memory",
     ),
     "a transform of rows": (lambda x: torch.fft.rfft(x, dim=1).abs().mean(1, keepdim=True), "mixes the rows of the sequence"),
 }

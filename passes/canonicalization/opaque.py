@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands
-from streamfx.ir.sizes import Size, simplified, size_of
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, number_of, tensor_operands
+from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.operators.aliasing import MEMORIES, PLACES, Elsewhere, is_view, memories
@@ -58,7 +58,7 @@ def note_layouts(graph: fx.Graph, count: int) -> None:
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
-            _read_from_root(node, writer.before(node))
+            (_read_in_order if _is_in_order(node) else _read_from_root)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
             strides = (operand.meta["val"].stride() for operand in tensor_operands(node))
@@ -135,6 +135,34 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
     """The strides of a tensor of which there is more than one way to lie in memory."""
     value = item.meta["val"] if is_tensor(item) else None
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
+
+
+def _is_in_order(node: fx.Node) -> bool:
+    """Whether an operator that reads memory says no more than a view: as its operand lies, or all of it, row after row.
+
+    Torch's own decomposition of a group norm ends so.
+    """
+    if node.target is not aten.as_strided.default:
+        return False
+    arguments, own = bound_arguments(node), node_argument(node).meta["val"]
+    size, stride = ([number_of(item) for item in arguments[name]] for name in ("size", "stride"))
+    given = arguments["storage_offset"]
+    shape, strides = ([size_of(item) for item in items] for items in (own.shape, own.stride()))
+    is_elsewhere = given is not None and number_of(given) != size_of(own.storage_offset())
+    if is_elsewhere or (given is not None and _root(node_argument(node)).op == "placeholder"):
+        return False
+    as_it_lies = (size, stride) == (shape, strides)
+    return as_it_lies or (stride == _row_after_row(size) and strides == _row_after_row(shape) and product(size) == product(shape))
+
+
+def _row_after_row(shape: Sequence[Size]) -> list[Size]:
+    """The strides of a tensor that is contiguous."""
+    return [product(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _read_in_order(node: fx.Node, writer: GraphWriter) -> None:
+    node.replace_all_uses_with(writer.call(aten.view.default, node_argument(node), node.args[1]), propagate_meta=False)
+    writer.graph.erase_node(node)
 
 
 def _read_from_root(node: fx.Node, writer: GraphWriter) -> None:
