@@ -66,6 +66,7 @@ from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import known_as, raised_as_itself
 from streamfx.torch_private.inductor import compile_whole
 from streamfx.torch_private.sizes import pair_dimensions
+from streamfx.zero_3 import refuse_partitioned
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
 
@@ -109,6 +110,7 @@ def streambp(
     refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
+        refuse_partitioned(example_inputs, "the backend streambp cannot compile a model of DeepSpeed's ZeRO-3")
         tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):

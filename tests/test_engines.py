@@ -326,6 +326,16 @@ def test_zero_3_is_refused() -> None:
     assert model._compiled_call_impl is None
 
 
+def test_zero_3_is_refused_by_the_backend() -> None:
+    """As `DeepSpeedEngine.compile(backend="streambp")` has it called."""
+    inner = nn.Linear(2, 2)
+    inner.weight.ds_id = 0  # type: ignore[attr-defined]
+    model = torch.compile(inner, backend="streambp")
+    with pytest.raises(IntegrationError, match="streambp cannot compile a model of DeepSpeed's ZeRO-3") as caught:
+        model(torch.ones(1, 2))
+    assert "ZeRO-2" in str(caught.value)
+
+
 def test_zero_3_is_refused_where_it_comes_after_enable() -> None:
     model = nn.Linear(2, 2)
     enable(model)

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from streamfx.errors import IntegrationError
 from streamfx.integrations.target import Target
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.fsdp import (
@@ -27,9 +26,9 @@ from streamfx.torch_private.fsdp import (
     is_fully_sharded,
     is_managed,
 )
+from streamfx.zero_3 import is_partitioned, refuse_partitioned
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
-ZERO_3 = "ds_id"  # the mark by which DeepSpeed (0.19) itself knows a parameter that ZeRO-3 has partitioned
 DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 WRAPPED = "a wrapped module"
@@ -53,18 +52,13 @@ def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 def check_engine(model: nn.Module) -> None:
     """Raise where nothing of a model can be compiled without taking more memory than before."""
-    if any(hasattr(parameter, ZERO_3) for parameter in model.parameters()):
-        raise IntegrationError(
-            "streamfx.enable cannot compile a model of DeepSpeed's ZeRO-3",
-            found=f"parameters with {ZERO_3}: a hook on every module gathers them, and the graph is cut at each",
-            do="take ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
-        )
+    refuse_partitioned(model.parameters(), "streamfx.enable cannot compile a model of DeepSpeed's ZeRO-3")
 
 
 def is_held(model: nn.Module, with_parts: bool = False) -> bool:
     """Whether an engine holds a model's weights in shards; `with_parts`: those of any of its modules."""
     modules = model.modules() if with_parts else (model,)
-    return any(map(is_managed, modules)) or any(hasattr(own, ZERO_3) for own in _first(model, with_parts))
+    return any(map(is_managed, modules)) or any(map(is_partitioned, _first(model, with_parts)))
 
 
 def _first(model: nn.Module, and_all: bool) -> Iterator[nn.Parameter]:
