@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -313,6 +314,30 @@ def test_a_head_by_itself_makes_no_logits_of_all_rows() -> None:
 
 
 # -- what is refused
+
+
+def under_checkpoints(rank: int) -> tuple[float, set[int], list[bool]]:
+    """As accelerate's `fsdp_activation_checkpointing` has it: a wrapper around each layer, in which that is sharded."""
+    model, truth = twins()
+    for name in [name for name, module in model.named_modules() if module in layers_of(model)]:
+        model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), preserve_rng_state=False))
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    before = [wrapper.checkpoint_fn for wrapper in wrappers]
+    on = enabled(wrapped(model))
+    one_process(truth, rank)
+    (model(*data_of(rank, LENGTH)) * (rank + 1)).backward()
+    gradients = zip(model.parameters(), truth.parameters(), strict=True)
+    error = max(float((own.grad.full_tensor() - true.grad).abs().max()) for own, true in gradients)  # type: ignore[union-attr]
+    counts = {calls.counts.compiled for name, calls in on.calls.items() if "_checkpoint_wrapped_module" in name}
+    on.disable()
+    return error, counts, [wrapper.checkpoint_fn is kept for wrapper, kept in zip(wrappers, before, strict=True)]
+
+
+def test_a_checkpoint_around_a_wrapped_layer_does_not_run_it_twice() -> None:
+    for error, counts, are_back in on_ranks(under_checkpoints):
+        assert error < TOLERANCE
+        assert counts == {1}
+        assert are_back == [True, True]
 
 
 def test_zero_3_is_refused() -> None:

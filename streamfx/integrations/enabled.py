@@ -9,11 +9,12 @@ from streamfx.errors import IntegrationError, OptionError
 from streamfx.integrations.calls import Calls
 from streamfx.integrations.parts import Part, Shared, is_enabled
 from streamfx.integrations.target import Target
-from streamfx.integrations.targets import Found, found_in
+from streamfx.integrations.targets import Found, found_in, models_of
 from streamfx.log import log
 from streamfx.of_one_process import OfOneProcess
 from streamfx.options import resolved
 from streamfx.report.first_step import Compiled
+from streamfx.torch_private.checkpoints import checkpoints_around, run_with, run_without
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
 ORIGIN = "streamfx.enable(...)"
@@ -73,6 +74,9 @@ class Enabled(OfOneProcess):
             self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
+        parts = {target.module for target in found.targets}
+        around = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, parts)]
+        self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(around)]
 
     def _look_again(self) -> bool:
         """Whether an engine has wrapped modules since they were looked for; then it is done once more."""
@@ -98,6 +102,8 @@ class Enabled(OfOneProcess):
             if calls.is_installed and target.head is not None:
                 target.head.restore()
             calls.remove()
+        for wrapper, kept in self._checkpoints:
+            run_with(wrapper, kept)
 
     def __enter__(self) -> Enabled:
         return self

@@ -1,0 +1,46 @@
+"""Private interfaces of torch's wrapper for activation checkpointing, which engines put around layers.
+
+It is not imported here: who has not imported it has wrapped nothing by it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils import checkpoint
+
+PLACE = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
+INNER = "_checkpoint_wrapped_module"
+
+
+def checkpoints_around(model: nn.Module, inside: Collection[nn.Module]) -> list[nn.Module]:
+    """The wrappers in a model that run one of these modules by `torch.utils.checkpoint`, and nothing else (2.11, 2.13)."""
+    kind: Any = getattr(sys.modules.get(PLACE[0]), PLACE[1], None)
+    if not isinstance(kind, type):
+        return []
+    wrappers = [part for part in model.modules() if isinstance(part, kind) and part._modules.get(INNER) in inside]
+    return [wrapper for wrapper in wrappers if _is_torchs(wrapper.checkpoint_fn)]
+
+
+def _is_torchs(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is checkpoint.checkpoint
+
+
+def run_without(wrapper: Any) -> Any:
+    """Let a wrapper call what it wraps; returns what `run_with` takes to undo that (2.11, 2.13)."""
+    kept, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _called
+    return kept
+
+
+def run_with(wrapper: Any, kept: Any) -> None:
+    """Undo `run_without`, if nobody has set another function since."""
+    if wrapper.checkpoint_fn is _called:
+        wrapper.checkpoint_fn = kept
+
+
+def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
