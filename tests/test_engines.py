@@ -324,6 +324,10 @@ def under_checkpoints(rank: int) -> tuple[float, set[int], list[bool]]:
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     before = [wrapper.checkpoint_fn for wrapper in wrappers]
     on = enabled(wrapped(model))
+    on.disable()
+    with torch._dynamo.config.patch(disable=True), enabled(model):  # nothing is compiled, so checkpoints stay
+        assert [wrapper.checkpoint_fn for wrapper in wrappers] == before
+    on = enabled(model)
     one_process(truth, rank)
     (model(*data_of(rank, LENGTH)) * (rank + 1)).backward()
     gradients = zip(model.parameters(), truth.parameters(), strict=True)

@@ -74,7 +74,8 @@ class Enabled(OfOneProcess):
             self.calls[target.name].install()
             if target.head is not None:
                 target.head.narrow()
-        parts = {target.module for target in found.targets}
+        # where nothing is compiled, layers keep their checkpoints
+        parts = set() if self._is_off else {target.module for target in found.targets}
         around = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, parts)]
         self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(around)]
 
