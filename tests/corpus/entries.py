@@ -1,0 +1,152 @@
+"""An entry of the corpus: a captured joint graph with the numbers it was run with, and what the passes make of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.capture import captured
+from streamfx.constants import pattern_of
+from streamfx.ir.facts import Facts, known
+from streamfx.options import Options, resolved
+from streamfx.passes import run_pipeline
+from streamfx.report.brief import predicted
+from streamfx.report.printer import text_of
+from streamfx.torch_private import mutated_inputs
+from tests.corpus.numbers import numbers_of
+from tests.corpus.written import Plain, read
+from tests.support.exactness import Recorded, assert_small, value_errors
+
+FOLDER = Path(__file__).parent / "graphs"
+TOLERANCE = 1e-9
+DRAWS = ("rand", "bernoulli", "dropout", "randn", "multinomial")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A joint graph as AOTAutograd made it, as plain data."""
+
+    name: str
+    source: list[Any]  # how it was captured, for `programs.py`
+    options: dict[str, Any]
+    primals: int  # how many inputs are the function's own; the others are tangents
+    outputs: int  # how many results are the function's own; the others are gradients
+    static: list[int]  # positions of weights and buffers
+    watched: list[int]  # positions of inputs whose values the compiled graph relies on
+    numbers: list[Plain] = field(repr=False)  # of primals and tangents
+    graph: Plain = field(repr=False)
+
+    # -- files
+
+    @staticmethod
+    def all(folder: Path = FOLDER) -> list[str]:
+        return sorted(path.stem for path in folder.glob("*.graph"))
+
+    @staticmethod
+    def load(name: str, folder: Path = FOLDER) -> Entry:
+        return Entry(**json.loads(zlib.decompress((folder / f"{name}.graph").read_bytes())))
+
+    def save(self, folder: Path = FOLDER) -> None:
+        folder.mkdir(exist_ok=True, parents=True)
+        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+        (folder / f"{self.name}.graph").write_bytes(zlib.compress(text.encode(), 9))
+
+    # -- the graph
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return read(self.graph)
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The primals and tangents, laid out as in the captured graph."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        given = [numbers_of(number, position) for position, number in enumerate(self.numbers)]
+        return [_laid_out(value, node.meta.get("val")) for value, node in zip(given, placeholders, strict=True)]
+
+    def captured(self) -> Facts:
+        patterns = {position: pattern_of(self.values[position]) for position in self.watched}
+        known_masks = {position: pattern for position, pattern in patterns.items() if pattern is not None}
+        mutated = mutated_inputs(self.module.graph)
+        return captured(self.module, self.primals, self.outputs, self.static, known_masks, mutated)
+
+    def analysed(self, **options: Any) -> Facts:
+        return run_pipeline(self.captured, resolved({**self.options, **options}))
+
+    def recorded(self) -> Recorded:
+        """What replays the graph."""
+        recorded = Recorded(self.module, Options())
+        recorded.joint, recorded.joint_arguments = self.module, (self.primals, self.outputs, tuple(self.static))
+        recorded.primals, recorded.tangents = self.values[: self.primals], self.values[self.primals :]
+        return recorded
+
+    def draws(self) -> bool:
+        """Whether the graph draws random numbers, which no two runs share."""
+        targets = {str(node.target) for node in self.module.graph.nodes}
+        return any(name in target for target in targets for name in DRAWS)
+
+    def check(self, facts: Facts, tolerance: float = TOLERANCE) -> None:
+        """Assert that the rewritten program has the results of the graph."""
+        if facts.program is None or self.draws():
+            return
+        recorded = self.recorded()
+        errors = value_errors(recorded.streamed_values(facts.program), recorded.joint_values(), self.outputs)
+        assert_small(errors, tolerance, self.name)
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    """A tensor with the strides of another; where these are zero, rows share their numbers."""
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    strides, shape = [int(stride) for stride in like.stride()], value.shape
+    for dim, stride in enumerate(strides):
+        value = value.narrow(dim, 0, 1) if stride == 0 and shape[dim] > 1 else value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value).expand(shape)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the passes make of a graph."""
+
+    loops: list[list[Any]]  # of each: its name, the rows of a chunk, what it takes and gives, the operators of its body
+    outer: list[int]  # operators of both outer graphs
+    saved: int
+    flops: int
+    peak: int
+    masks: dict[str, int]
+    reasons: list[str]
+    listing: str = field(repr=False)
+
+    @staticmethod
+    def of(facts: Facts) -> Found:
+        program = facts.program
+        causality = facts.found_causality
+        masks = sorted(causality.verdicts.values()) if causality is not None else []
+        counts = {mask: masks.count(mask) for mask in masks}
+        if program is None:
+            return Found([], [], 0, 0, 0, counts, facts.reasons(), "")
+        loops = [
+            [loop.spec.name, str(loop.spec.chunk_size), len(loop.spec.feeds), len(loop.spec.yields), len(loop.body.graph.nodes)]
+            for loop in program.loops
+        ]
+        halves = [module for module in (program.forward, program.backward) if module is not None]
+        cost = predicted(facts)
+        outer = [len(module.graph.nodes) for module in halves]
+        return Found(
+            loops, outer, len(program.saved), cost.flops, cost.peak, counts, facts.reasons(), text_of(facts, "rewrite")
+        )
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """For a file: the listing by its digest."""
+        own = asdict(self)
+        listing = own.pop("listing")
+        return {**own, "listing": hashlib.sha256(listing.encode()).hexdigest()[:16]}

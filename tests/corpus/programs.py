@@ -1,0 +1,121 @@
+"""What the corpus is captured from: types of the zoo, and random decoders of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition
+
+from streamfx.options import resolved
+from tests.corpus.entries import Entry
+from tests.corpus.numbers import written_numbers
+from tests.corpus.written import Plain, written
+from tests.random_decoders.checking import executed
+from tests.random_decoders.kinds import draw_kind
+from tests.support.exactness import Recorded, call, scalar_of
+from tests.test_random import FOUND
+
+ROWS = 5
+Source = list[Any]
+
+
+@dataclass
+class Captured(Recorded):
+    """A compilation that keeps its joint graph as plain data, and runs the graph as AOTAutograd cuts it: no pass runs."""
+
+    written: Plain = None
+    watches: tuple[int, ...] = ()
+
+    def partition(self, joint: fx.GraphModule, joint_inputs: Any, **others: Any) -> Any:
+        if isinstance(joint_inputs, tuple):
+            static = others.get("static_lifetime_input_indices") or ()
+            self.joint_arguments = len(joint_inputs[0]), others["num_fwd_outputs"], tuple(static)
+            self.num_outputs = others["num_fwd_outputs"]
+            self.watches = tuple(sorted(self.patterns(joint.graph, len(joint_inputs[0]))))
+            self.joint, self.written = joint, written(joint)
+        return default_partition(joint, joint_inputs, **others)
+
+    def entry(self, name: str, source: Source, options: dict[str, Any]) -> Entry:
+        primals, outputs, static = self.joint_arguments
+        values = [*(self.primals or ()), *(self.tangents or ())]
+        numbers = [written_numbers(value, position in static or position >= primals) for position, value in enumerate(values)]
+        watched = list(self.watches)
+        return Entry(name, source, options, primals, outputs, list(static), watched, numbers, self.written)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, a step of it, and the options that it is compiled with."""
+
+    model: Any
+    step: Callable[[Any], Any]  # forward and backward, given the compiled model
+    options: dict[str, Any]
+    dynamic: bool | None = None
+
+
+def captured(source: Source) -> Iterator[Entry]:
+    """The entries of the graphs that a program is traced into; each half runs once, for the numbers that it is given."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    program = PROGRAMS[source[0]](*source[1:])
+    options, found = program.options, list[Captured]()
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(own := Captured(module, resolved({"outputs": "dense", **options})))
+        return own.compile(inputs)
+
+    program.step(torch.compile(program.model, backend=backend, dynamic=program.dynamic))
+    graphs = [one for one in found if one.written is not None and one.tangents is not None]
+    name = name_of(source)
+    for number, one in enumerate(graphs):
+        yield one.entry(name if len(graphs) == 1 else f"{name}-graph_{number}", source, options)
+
+
+def _of_zoo(name: str, dynamic: bool = False) -> Program:
+    from tests.zoo.models import built, grouped_products_in_float64, inputs
+
+    grouped_products_in_float64()
+    model = built(name)
+    given = inputs(name, model)
+    return Program(model, lambda compiled: scalar_of(call(compiled, given)).backward(), _in_chunks(ROWS), dynamic or None)
+
+
+def _random(kind: str, number: int) -> Program:
+    decoder = draw_kind(Random(number), (kind,))
+    names = executed(decoder)
+    inputs, reduce = names["inputs"], names["reduce"]
+    options = {"chunk_size": decoder.chunk_size, "loss_chunk_size": decoder.loss_chunk_size}
+    return Program(names["model"], lambda own: reduce(own(**inputs)).backward(), options, decoder.dynamic or None)
+
+
+def _in_chunks(rows: int) -> dict[str, Any]:
+    return {"chunk_size": rows, "loss_chunk_size": rows}
+
+
+PROGRAMS: dict[str, Callable[..., Program]] = {"zoo": _of_zoo, "random": _random}
+DYNAMIC = ("llama", "gemma2", "mixtral", "mamba2", "gpt2", "qwen3", "bart", "t5")  # with sizes that are symbols, too
+
+
+def name_of(source: Source) -> str:
+    """The name of a program's entries.
+
+    >>> name_of(["random", "known early", 1]), name_of(["zoo", "llama", True])
+    ('random-known_early-1', 'zoo-llama-dynamic')
+    """
+    parts = ("dynamic" if part is True else str(part).replace(" ", "_") for part in source)
+    return "-".join(parts)
+
+
+def sources() -> Iterator[Source]:
+    """All of them: types of transformers, and of each kind of random decoder those that were wrong once."""
+    from tests.zoo.models import model_types
+
+    yield from (["zoo", name] for name in model_types())
+    yield from (["zoo", name, True] for name in DYNAMIC if name in model_types())
+    yield from (["random", kind, number] for kind, numbers in FOUND.items() for number in numbers)

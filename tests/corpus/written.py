@@ -1,0 +1,270 @@
+"""A traced graph as plain data, for JSON, and the graph of such data: operators, and what is known of each value.
+
+Nothing of a machine or a moment is kept: no lines of files, no addresses. Reading needs no tracing: values are described, not computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd import descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy import functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from tests.corpus.numbers import exact, number_of, numbers_of
+
+Plain = Any  # what JSON knows
+MODULES = ("nn_module_stack", "fwd_nn_module_stack")  # what names of stages come from
+NAMED = (torch.dtype, torch.layout, torch.memory_format)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+FUNCTIONS = {name: item for name, item in vars(functions).items() if isinstance(item, type) and issubclass(item, sympy.Function)}
+FUNCTIONS["int_oo"] = int_oo
+LIBRARIES = {"transformers": "transformers.integrations.moe"}  # what registers operators, by their namespace
+OF_THIS_PROCESS = ("streamfx::associative_scan",)
+
+
+class NotWrittenError(TypeError):
+    """A graph holds something that has no form as plain data."""
+
+
+def written(module: fx.GraphModule) -> Plain:
+    """A traced graph as plain data."""
+    return Writer().written(module)
+
+
+def read(data: Plain) -> fx.GraphModule:
+    """The graph of plain data, with fake values in a mode of its own."""
+    return Reader(data).module
+
+
+# -- writing
+
+
+class Writer:
+    """Writes one graph; equal descriptions of values are written once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.sizes: ShapeEnv | None = None
+
+    def written(self, module: fx.GraphModule) -> Plain:
+        body = self._graph(module)
+        return {"symbols": self._symbols(), "guards": self._guards(), "values": list(self.values), **body}
+
+    def _graph(self, module: fx.GraphModule) -> Plain:
+        held: dict[str, Plain] = {}
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = operator.attrgetter(str(node.target))(module)
+            held[str(node.target)] = {"graph": self._graph(value)} if isinstance(value, fx.GraphModule) else exact(value)
+        return {"held": held, "nodes": [self._node(node) for node in module.graph.nodes]}
+
+    def _node(self, node: fx.Node) -> Plain:
+        kept = {key: self._argument(value) for key, value in self._kept(node).items()}
+        target = _target_name(node.target) if node.op == "call_function" else str(node.target)
+        return [node.name, node.op, target, self._argument(node.args), self._argument(dict(node.kwargs)), kept]
+
+    def _kept(self, node: fx.Node) -> dict[str, Any]:
+        found = {key: [[entry[0], _kind(entry[1])] for entry in node.meta[key].values()] for key in MODULES if node.meta.get(key)}
+        if "val" in node.meta:
+            found["val"] = node.meta["val"]
+        if "desc" in node.meta:
+            found["desc"] = node.meta["desc"]
+        return found
+
+    def _argument(self, value: Any) -> Plain:
+        if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+            return value
+        if isinstance(value, list):
+            return [self._argument(item) for item in value]
+        if isinstance(value, tuple):  # a torch.Size, too
+            return {"tuple": [self._argument(item) for item in value]}
+        if isinstance(value, Mapping):
+            return {"dict": [[self._argument(key), self._argument(item)] for key, item in value.items()]}
+        if isinstance(value, fx.Node):
+            return {"node": value.name}
+        if isinstance(value, Tensor):
+            return {"value": self._value(value)}
+        if isinstance(value, SYMBOLIC):
+            return {type(value).__name__: self._expression(value)}
+        if isinstance(value, slice):
+            return {"slice": [self._argument(item) for item in (value.start, value.stop, value.step)]}
+        if isinstance(value, NAMED):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if dataclasses.is_dataclass(value) and type(value).__module__ == descriptors.__name__:
+            return {type(value).__name__: [self._argument(getattr(value, item.name)) for item in dataclasses.fields(value)]}
+        raise NotWrittenError(f"{type(value).__qualname__} {value!r:.80}")
+
+    def _value(self, value: Tensor) -> int:
+        """The number of a tensor's description."""
+        if value.layout is not torch.strided:
+            raise NotWrittenError(f"a tensor that is not strided: {value!r:.80}")
+        seen = " conj" * value.is_conj() + " neg" * value.is_neg()
+        sizes = (value.shape, value.stride(), (value.storage_offset(),))
+        shape, strides, offset = (" ".join(map(self._size, items)) for items in sizes)
+        text = f"{str(value.dtype).removeprefix('torch.')} {value.device}{seen}|{shape}|{strides}|{offset}"
+        return self.values.setdefault(text, len(self.values))
+
+    def _size(self, size: Any) -> str:
+        return self._expression(size).replace(" ", "") if isinstance(size, torch.SymInt) else str(size)
+
+    def _expression(self, number: Any) -> str:
+        self.sizes = number.node.shape_env
+        return str(number.node.expr)
+
+    def _symbols(self) -> Plain:
+        """Each symbol that stands for a size, with the number that it stood for, and its range."""
+        if self.sizes is None:
+            return []
+        known = [(symbol, self.sizes.backed_var_to_val.get(symbol)) for symbol in self.sizes.var_to_range]
+        if any(number is None for _, number in known):
+            raise NotWrittenError("a size that depends on data")
+        ranges = self.sizes.var_to_range
+        return [[str(item), int(number), str(ranges[item].lower), str(ranges[item].upper)] for item, number in known]
+
+    def _guards(self) -> Plain:
+        return [] if self.sizes is None else sorted({str(guard.expr) for guard in self.sizes.guards})
+
+
+def _kind(module: Any) -> str:
+    return module if isinstance(module, str) else f"{module.__module__}.{module.__qualname__}"
+
+
+def _target_name(target: Any) -> str:
+    """Where a function is found again."""
+    if isinstance(target, torch._ops.OpOverload):
+        if target.name().startswith(OF_THIS_PROCESS):
+            raise NotWrittenError(f"{target} looks up a function that this process knows by a number")
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if module is None or getattr(importlib.import_module(module), name, None) is not target:
+        raise NotWrittenError(f"the function {target!r:.80}")
+    return f"{module}:{name}"
+
+
+@cache
+def _target(name: str) -> Callable[..., Any]:
+    """The function that `_target_name` gave a name."""
+    if ":" in name:
+        module, _, own = name.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), own)
+        return found
+    if (library := LIBRARIES.get(name.partition(".")[0])) is not None:
+        importlib.import_module(library)
+    return operator.attrgetter(name)(torch.ops)  # type: ignore[no-any-return]
+
+
+# -- reading
+
+
+class Reader:
+    """Reads one graph."""
+
+    def __init__(self, data: Plain) -> None:
+        self.data = data
+        self.sizes = ShapeEnv() if data["symbols"] else None
+        self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        with torch.no_grad():
+            for guard in self.data["guards"]:
+                self.sizes.evaluate_expr(self._expression(guard))  # type: ignore[union-attr]
+            return self._module(self.data)
+
+    @cached_property
+    def symbols(self) -> dict[str, Any]:
+        """By its name in the data, the symbol that stands for a size here."""
+        made, sizes = {}, self.sizes
+        for name, number, lower, upper in self.data["symbols"]:
+            assert sizes is not None
+            symbol = sizes.create_symbol(number, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
+            sizes.var_to_range[symbol] = ValueRanges(*(sympy.sympify(end, locals=FUNCTIONS) for end in (lower, upper)))
+            made[name] = symbol
+        return made
+
+    def _module(self, data: Plain) -> fx.GraphModule:
+        root, graph, nodes = nn.Module(), fx.Graph(), dict[str, fx.Node]()
+        for name, value in data["held"].items():
+            root.register_module(name, self._module(value["graph"])) if "graph" in value else setattr(root, name, numbers_of(value))
+        for name, op, target, args, kwargs, kept in data["nodes"]:
+            function = _target(target) if op == "call_function" else target
+            node = graph.create_node(op, function, self._argument(args, nodes), self._argument(kwargs, nodes), name=name)
+            assert node.name == name, f"the node {name} is called {node.name}"
+            node.meta = self._kept(kept)
+            nodes[name] = node
+        return fx.GraphModule(root, graph)
+
+    def _kept(self, data: Plain) -> dict[str, Any]:
+        found = {key: self._argument(value, {}) for key, value in data.items()}
+        return found | {key: {str(i): tuple(entry) for i, entry in enumerate(found[key])} for key in MODULES if key in found}
+
+    def _argument(self, value: Plain, nodes: Mapping[str, fx.Node]) -> Any:
+        if isinstance(value, list):
+            return [self._argument(item, nodes) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, own),) = value.items()
+        match kind:
+            case "node":
+                return nodes[own]
+            case "value":
+                return self._value(self.data["values"][own])
+            case "tuple":
+                return tuple(self._argument(item, nodes) for item in own)
+            case "dict":
+                return {self._argument(key, nodes): self._argument(item, nodes) for key, item in own}
+            case "slice":
+                return slice(*(self._argument(item, nodes) for item in own))
+            case "torch":
+                return getattr(torch, own)
+            case "device":
+                return torch.device(own)
+            case "SymInt" | "SymFloat" | "SymBool":
+                return self._symbolic(kind, own)
+        return getattr(descriptors, kind)(*(self._argument(item, nodes) for item in own))
+
+    def _value(self, text: str) -> Tensor:
+        kind, *sizes = text.split("|")
+        dtype, device, *seen = kind.split(" ")
+        shape, strides, (offset,) = ([self._size(size) for size in part.split()] for part in sizes)
+        with self.mode:
+            options = {"dtype": getattr(torch, dtype), "device": device}
+            if isinstance(offset, int) and not offset:
+                made = torch.empty_strided(shape, strides, **options)
+            else:
+                last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+                made = torch.empty(last, **options).as_strided(shape, strides, offset)
+            made = made.conj() if "conj" in seen else made
+            return torch._neg_view(made) if "neg" in seen else made
+
+    def _size(self, text: str) -> Any:
+        return int(text) if text.isdigit() else self._symbolic("SymInt", text)
+
+    def _expression(self, text: str) -> Any:
+        return sympy.sympify(text, locals={**FUNCTIONS, **self.symbols})
+
+    def _symbolic(self, kind: str, text: str) -> Any:
+        expression, sizes = self._expression(text), self.sizes
+        assert sizes is not None
+        hint = number_of(expression.xreplace(dict(sizes.backed_var_to_val)))
+        if kind == "SymInt":
+            return sizes.create_symintnode(expression, hint=int(hint))
+        if kind == "SymFloat":
+            return sizes.create_symfloatnode(expression, hint=float(hint))
+        return sizes.create_symboolnode(expression)
