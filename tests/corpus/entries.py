@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from streamfx.capture import captured
 from streamfx.constants import pattern_of
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
 from streamfx.report.brief import predicted
@@ -140,9 +140,7 @@ class Found:
         halves = [module for module in (program.forward, program.backward) if module is not None]
         cost = predicted(facts)
         outer = [len(module.graph.nodes) for module in halves]
-        return Found(
-            loops, outer, len(program.saved), cost.flops, cost.peak, counts, facts.reasons(), text_of(facts, "rewrite")
-        )
+        return Found(loops, outer, len(program.saved), cost.flops, cost.peak, counts, facts.reasons(), text_of(facts, "rewrite"))
 
     @property
     def plain(self) -> dict[str, Any]:

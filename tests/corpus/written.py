@@ -1,6 +1,7 @@
 """A traced graph as plain data, for JSON, and the graph of such data: operators, and what is known of each value.
 
-Nothing of a machine or a moment is kept: no lines of files, no addresses. Reading needs no tracing: values are described, not computed.
+No line of a file and no address is kept: they differ from machine to machine. Reading needs no tracing: values are described,
+not computed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import importlib
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -58,10 +60,14 @@ class Writer:
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
         self.sizes: ShapeEnv | None = None
+        self.names: dict[
+            Any, sympy.Symbol
+        ] = {}  # of symbols, by their order: those of the trace depend on where an input came from
 
     def written(self, module: fx.GraphModule) -> Plain:
         body = self._graph(module)
-        return {"symbols": self._symbols(), "guards": self._guards(), "values": list(self.values), **body}
+        guards = self._guards()
+        return {"symbols": self._symbols(), "guards": guards, "values": list(self.values), **body}
 
     def _graph(self, module: fx.GraphModule) -> Plain:
         held: dict[str, Plain] = {}
@@ -119,24 +125,29 @@ class Writer:
         return self.values.setdefault(text, len(self.values))
 
     def _size(self, size: Any) -> str:
-        return self._expression(size).replace(" ", "") if isinstance(size, torch.SymInt) else str(size)
+        return self._expression(size) if isinstance(size, torch.SymInt) else str(size)
 
     def _expression(self, number: Any) -> str:
         self.sizes = number.node.shape_env
-        return str(number.node.expr)
+        return self._text(number.node.expr)
+
+    def _text(self, expression: Any) -> str:
+        for symbol in sorted(expression.free_symbols - self.names.keys(), key=list(self.sizes.var_to_range).index):  # type: ignore[union-attr]
+            self.names[symbol] = sympy.Symbol(f"s{len(self.names)}", integer=True)
+        return sympy.srepr(expression.xreplace(self.names)).replace(" ", "")
 
     def _symbols(self) -> Plain:
         """Each symbol that stands for a size, with the number that it stood for, and its range."""
         if self.sizes is None:
             return []
-        known = [(symbol, self.sizes.backed_var_to_val.get(symbol)) for symbol in self.sizes.var_to_range]
-        if any(number is None for _, number in known):
+        numbers, ranges = self.sizes.backed_var_to_val, self.sizes.var_to_range
+        if not numbers.keys() >= ranges.keys():
             raise NotWrittenError("a size that depends on data")
-        ranges = self.sizes.var_to_range
-        return [[str(item), int(number), str(ranges[item].lower), str(ranges[item].upper)] for item, number in known]
+        ends = ((str(ranges[item].lower), str(ranges[item].upper)) for item in self.names)
+        return [[str(name), int(numbers[item]), *pair] for (item, name), pair in zip(self.names.items(), ends, strict=True)]
 
     def _guards(self) -> Plain:
-        return [] if self.sizes is None else sorted({str(guard.expr) for guard in self.sizes.guards})
+        return [] if self.sizes is None else sorted({self._text(guard.expr) for guard in self.sizes.guards})
 
 
 def _kind(module: Any) -> str:
@@ -184,7 +195,8 @@ class Reader:
     def module(self) -> fx.GraphModule:
         with torch.no_grad():
             for guard in self.data["guards"]:
-                self.sizes.evaluate_expr(self._expression(guard))  # type: ignore[union-attr]
+                with suppress(ValueError):  # torch cannot bound the quotient of two sizes: the guard tells it nothing
+                    self.sizes.evaluate_expr(self._expression(guard))  # type: ignore[union-attr]
             return self._module(self.data)
 
     @cached_property
@@ -201,7 +213,7 @@ class Reader:
     def _module(self, data: Plain) -> fx.GraphModule:
         root, graph, nodes = nn.Module(), fx.Graph(), dict[str, fx.Node]()
         for name, value in data["held"].items():
-            root.register_module(name, self._module(value["graph"])) if "graph" in value else setattr(root, name, numbers_of(value))
+            setattr(root, name, self._module(value["graph"]) if "graph" in value else numbers_of(value))
         for name, op, target, args, kwargs, kept in data["nodes"]:
             function = _target(target) if op == "call_function" else target
             node = graph.create_node(op, function, self._argument(args, nodes), self._argument(kwargs, nodes), name=name)
@@ -257,7 +269,7 @@ class Reader:
         return int(text) if text.isdigit() else self._symbolic("SymInt", text)
 
     def _expression(self, text: str) -> Any:
-        return sympy.sympify(text, locals={**FUNCTIONS, **self.symbols})
+        return eval(text, {**vars(sympy), **FUNCTIONS, "Symbol": lambda name, **_: self.symbols[name]})
 
     def _symbolic(self, kind: str, text: str) -> Any:
         expression, sizes = self._expression(text), self.sizes

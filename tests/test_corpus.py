@@ -1,0 +1,72 @@
+"""Captured graphs, without tracing: what the passes make of each has the results of the graph."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamfx.options import resolved
+from tests.corpus.entries import Entry, Found
+from tests.corpus.programs import captured
+from tests.corpus.written import NotWrittenError, Writer, read, written
+from tests.support.spread import spread
+
+
+@cache
+def entry(name: str) -> Entry:
+    return Entry.load(name)
+
+
+@pytest.mark.parametrize("name", spread(Entry.all(), 24))
+def test_rewritten_graphs_have_the_results_of_the_graph(name: str) -> None:
+    facts = entry(name).analysed()
+    assert facts.program is not None
+    entry(name).check(facts)
+
+
+@pytest.mark.parametrize("name", ["zoo-arcee", "zoo-bloom"])
+def test_a_wrong_result_is_seen(name: str) -> None:
+    """If a body computes something else, the comparison fails."""
+    facts = entry(name).analysed()
+    assert facts.program is not None
+    body = facts.program.loops[0].body.graph
+    product = next(node for node in body.nodes if node.target is torch.ops.aten.mul.Tensor)
+    product.target = torch.ops.aten.add.Tensor
+    facts.program.loops[0].body.recompile()
+    with pytest.raises(AssertionError, match="differ from eager"):
+        entry(name).check(facts)
+
+
+@pytest.mark.parametrize("name", spread(Entry.all(), 4))
+def test_a_graph_is_read_as_it_was_written(name: str) -> None:
+    assert written(entry(name).module) == entry(name).graph
+
+
+@pytest.mark.parametrize("source", [["random", "places", 3], ["random", "scans", 1]])
+def test_capturing_again_gives_the_same_bytes(source: list[object], tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        for made in captured(source):
+            made.save(tmp_path / folder)
+    one, other = (sorted((tmp_path / folder).iterdir()) for folder in ("one", "other"))
+    assert one and [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
+
+
+def test_passes_make_the_same_of_a_graph_in_each_run() -> None:
+    one, other = (Found.of(entry("zoo-arcee").analysed()) for _ in range(2))
+    assert one == other and one.loops and one.peak
+
+
+def test_what_has_no_form_as_plain_data_is_refused() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(operator.add, (1j, 1)))
+    with pytest.raises(NotWrittenError, match="complex"):
+        Writer().written(torch.fx.GraphModule({}, graph))
+
+
+def test_options_of_an_entry_are_options() -> None:
+    assert all(resolved(entry(name).options) for name in Entry.all()[:10])
+    assert read(entry("zoo-arcee").graph).graph.find_nodes(op="placeholder")
