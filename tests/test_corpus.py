@@ -43,7 +43,8 @@ def test_a_wrong_result_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", spread(Entry.all(), 4))
 def test_a_graph_is_read_as_it_was_written(name: str) -> None:
-    assert written(entry(name).module) == entry(name).graph
+    read_only = Entry.load(name)  # passes ask more of sizes, and torch notes what it is asked
+    assert written(read_only.module) == read_only.graph
 
 
 @pytest.mark.parametrize("source", [["random", "places", 3], ["random", "scans", 1]])

@@ -18,8 +18,6 @@ from tests.corpus.entries import FOLDER, Entry, Found
 from tests.corpus.programs import captured, name_of, sources
 from tests.support.precision import widen_models
 
-FOUND = FOLDER.parent / "found.json"
-
 
 def make(names: list[str], folder: Path) -> int:
     """Capture graphs anew."""

@@ -18,6 +18,7 @@ from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolved
 from streamfx.passes import run_pipeline
+from streamfx.passes.operators.traits import is_random
 from streamfx.report.brief import predicted
 from streamfx.report.printer import text_of
 from streamfx.torch_private import mutated_inputs
@@ -27,7 +28,6 @@ from tests.support.exactness import Recorded, assert_small, value_errors
 
 FOLDER = Path(__file__).parent / "graphs"
 TOLERANCE = 1e-9
-DRAWS = ("rand", "bernoulli", "dropout", "randn", "multinomial")
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class Entry:
 
     def draws(self) -> bool:
         """Whether the graph draws random numbers, which no two runs share."""
-        targets = {str(node.target) for node in self.module.graph.nodes}
-        return any(name in target for target in targets for name in DRAWS)
+        return any(map(is_random, self.module.graph.nodes))
 
     def check(self, facts: Facts, tolerance: float = TOLERANCE) -> None:
         """Assert that the rewritten program has the results of the graph."""

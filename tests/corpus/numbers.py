@@ -18,7 +18,7 @@ def exact(tensor: Tensor) -> Plain:
     """All numbers of a tensor."""
     data = tensor.detach().cpu().contiguous()
     packed = zlib.compress(data.reshape(-1).view(torch.uint8).numpy().tobytes(), 9) if data.numel() else b""
-    return {"dtype": _name(data.dtype), "shape": list(data.shape), "bytes": base64.b64encode(packed).decode()}
+    return {"dtype": dtype_name(data.dtype), "shape": list(data.shape), "bytes": base64.b64encode(packed).decode()}
 
 
 def drawn(tensor: Tensor) -> Plain:
@@ -26,7 +26,7 @@ def drawn(tensor: Tensor) -> Plain:
     data = tensor.detach().cpu().double()
     mean = float(data.mean()) if data.numel() else 0.0
     deviation = float(data.std(correction=0)) if data.numel() else 0.0
-    return {"dtype": _name(tensor.dtype), "shape": list(tensor.shape), "drawn": [_short(mean), _short(deviation)]}
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "drawn": [_short(mean), _short(deviation)]}
 
 
 def written_numbers(value: Any, is_weight: bool) -> Plain:
@@ -64,5 +64,5 @@ def _short(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from tests.corpus.numbers import exact, number_of, numbers_of
+from tests.corpus.numbers import dtype_name, exact, number_of, numbers_of
 
 Plain = Any  # what JSON knows
 MODULES = ("nn_module_stack", "fwd_nn_module_stack")  # what names of stages come from
@@ -121,7 +120,7 @@ class Writer:
         seen = " conj" * value.is_conj() + " neg" * value.is_neg()
         sizes = (value.shape, value.stride(), (value.storage_offset(),))
         shape, strides, offset = (" ".join(map(self._size, items)) for items in sizes)
-        text = f"{str(value.dtype).removeprefix('torch.')} {value.device}{seen}|{shape}|{strides}|{offset}"
+        text = f"{dtype_name(value.dtype)} {value.device}{seen}|{shape}|{strides}|{offset}"
         return self.values.setdefault(text, len(self.values))
 
     def _size(self, size: Any) -> str:
@@ -129,10 +128,10 @@ class Writer:
 
     def _expression(self, number: Any) -> str:
         self.sizes = number.node.shape_env
-        return self._text(number.node.expr)
+        return self._text(number.node.expr, number.node.shape_env)
 
-    def _text(self, expression: Any) -> str:
-        for symbol in sorted(expression.free_symbols - self.names.keys(), key=list(self.sizes.var_to_range).index):  # type: ignore[union-attr]
+    def _text(self, expression: Any, sizes: ShapeEnv) -> str:
+        for symbol in sorted(expression.free_symbols - self.names.keys(), key=list(sizes.var_to_range).index):
             self.names[symbol] = sympy.Symbol(f"s{len(self.names)}", integer=True)
         return sympy.srepr(expression.xreplace(self.names)).replace(" ", "")
 
@@ -141,13 +140,17 @@ class Writer:
         if self.sizes is None:
             return []
         numbers, ranges = self.sizes.backed_var_to_val, self.sizes.var_to_range
-        if not numbers.keys() >= ranges.keys():
+        if not numbers.keys() >= self.names.keys():
             raise NotWrittenError("a size that depends on data")
         ends = ((str(ranges[item].lower), str(ranges[item].upper)) for item in self.names)
         return [[str(name), int(numbers[item]), *pair] for (item, name), pair in zip(self.names.items(), ends, strict=True)]
 
     def _guards(self) -> Plain:
-        return [] if self.sizes is None else sorted({self._text(guard.expr) for guard in self.sizes.guards})
+        """Those of symbols that the graph has: in place of a symbol that equals another, it has the other."""
+        if self.sizes is None:
+            return []
+        asked = [guard.expr for guard in self.sizes.guards if guard.expr.free_symbols]
+        return sorted({self._text(item, self.sizes) for item in asked if self.names.keys() >= item.free_symbols})
 
 
 def _kind(module: Any) -> str:
@@ -173,11 +176,13 @@ def _target(name: str) -> Callable[..., Any]:
     """The function that `_target_name` gave a name."""
     if ":" in name:
         module, _, own = name.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), own)
-        return found
-    if (library := LIBRARIES.get(name.partition(".")[0])) is not None:
-        importlib.import_module(library)
-    return operator.attrgetter(name)(torch.ops)  # type: ignore[no-any-return]
+        home: Any = importlib.import_module(module)
+    else:
+        home, own = torch.ops, name
+        if (library := LIBRARIES.get(name.partition(".")[0])) is not None:
+            importlib.import_module(library)
+    found: Callable[..., Any] = operator.attrgetter(own)(home)
+    return found
 
 
 # -- reading
@@ -188,15 +193,14 @@ class Reader:
 
     def __init__(self, data: Plain) -> None:
         self.data = data
-        self.sizes = ShapeEnv() if data["symbols"] else None
-        self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
+        self.sizes = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.sizes if data["symbols"] else None, allow_non_fake_inputs=True)
 
     @cached_property
     def module(self) -> fx.GraphModule:
         with torch.no_grad():
             for guard in self.data["guards"]:
-                with suppress(ValueError):  # torch cannot bound the quotient of two sizes: the guard tells it nothing
-                    self.sizes.evaluate_expr(self._expression(guard))  # type: ignore[union-attr]
+                self.sizes.evaluate_expr(self._expression(guard))
             return self._module(self.data)
 
     @cached_property
@@ -204,7 +208,6 @@ class Reader:
         """By its name in the data, the symbol that stands for a size here."""
         made, sizes = {}, self.sizes
         for name, number, lower, upper in self.data["symbols"]:
-            assert sizes is not None
             symbol = sizes.create_symbol(number, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
             sizes.var_to_range[symbol] = ValueRanges(*(sympy.sympify(end, locals=FUNCTIONS) for end in (lower, upper)))
             made[name] = symbol
@@ -273,7 +276,6 @@ class Reader:
 
     def _symbolic(self, kind: str, text: str) -> Any:
         expression, sizes = self._expression(text), self.sizes
-        assert sizes is not None
         hint = number_of(expression.xreplace(dict(sizes.backed_var_to_val)))
         if kind == "SymInt":
             return sizes.create_symintnode(expression, hint=int(hint))
