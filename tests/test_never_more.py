@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import streamfx
 from streamfx.cost.meter import Meter
@@ -69,10 +70,30 @@ def wide_head() -> tuple[nn.Module, Loss]:
     return nn.Linear(4, 900).double(), lambda model: F.cross_entropy(model(x)[0], labels)
 
 
-PROGRAMS = (linear, multilayer, convolutions, decoder, wide_head)
+class Checkpoints(nn.Module):
+    """Products that the user's code recomputes, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 256, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([checkpoint(self.of, head, x, use_reentrant=False) for head in self.heads]).sum()
+
+    @staticmethod
+    def of(head: nn.Module, x: Tensor) -> Tensor:
+        return head(x).prod(-1).mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", only(PROGRAMS[:2], PROGRAMS), ids=lambda make: make.__name__)
+def checkpoints() -> tuple[nn.Module, Loss]:
+    x = torch.randn(1, 4096, 64)
+    return Checkpoints(), lambda model: model(x)
+
+
+PROGRAMS = (linear, multilayer, checkpoints, convolutions, decoder, wide_head)
+
+
+@pytest.mark.parametrize("make", only(PROGRAMS[:3], PROGRAMS), ids=lambda make: make.__name__)
 def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
     torch.manual_seed(0)
     model, loss = make()
@@ -113,8 +134,11 @@ def test_evaluation_runs_the_smaller_forward_half() -> None:
     assert peaks[1] <= TOLERATED * peaks[0]
 
 
-def test_what_any_run_in_one_piece_holds() -> None:
-    """A product's operands and result; results that the backward half reads, and gradients that are there by then."""
+@pytest.mark.parametrize("way", ["product", "mask", "recomputed"])
+def test_what_any_run_in_one_piece_holds(way: str) -> None:
+    """A product's operands and result; results that operators on gradients read, and gradients that exist by then. Not results
+    of which the forward half may keep a mask, or which the backward half recomputes.
+    """
     graph = torch.fx.Graph()
     x, w, g = (graph.placeholder(name) for name in "xwg")
     for node, shape in ((x, (10, 4)), (w, (4, 5)), (g, (10, 5))):
@@ -125,10 +149,15 @@ def test_what_any_run_in_one_piece_holds() -> None:
         node.meta["val"] = target(*torch.fx.map_arg(args, lambda item: item.meta["val"]))
         return node
 
-    y = call(torch.ops.aten.mm.default, x, w)
-    out = call(torch.ops.aten.sigmoid.default, y)
-    dy = call(torch.ops.aten.mul.Tensor, g, y)
+    ys = [call(torch.ops.aten.mm.default, x, w) for _ in range(3)]
+    out = call(torch.ops.aten.cat.default, ys)
+    dy = g
+    for y in ys:
+        if way == "recomputed":
+            y.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        dy = call(torch.ops.aten.mul.Tensor, dy, call(torch.ops.aten.gt.Scalar, y, 0) if way == "mask" else y)
     dw = call(torch.ops.aten.mm.default, call(torch.ops.aten.t.default, x), dy)
     graph.output([out, None, dw])
     joint = joint_graph(graph, 2, 1)
-    assert bytes_at_least(joint) == max(4 * 50, 4 * (50 + 20), 4 * (50 + 20))
+    product = 4 * (50 + 20)  # an operand that is computed, and a result
+    assert bytes_at_least(joint) == (4 * 3 * 50 if way == "product" else product)

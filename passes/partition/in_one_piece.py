@@ -19,7 +19,7 @@ from streamfx.budget import bytes_of
 from streamfx.cost.memory import bytes_of_values, cost_of
 from streamfx.errors import told
 from streamfx.ir.facts import Facts, known
-from streamfx.ir.joint import JointGraph, device_of, outputs_of
+from streamfx.ir.joint import JointGraph, descendants, device_of, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.log import log
 from streamfx.options import Options
@@ -125,8 +125,8 @@ def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | Non
 def bytes_at_least(joint: JointGraph) -> int:
     """Bytes that are surely alive at once where a graph runs in one piece, whatever is fused and made again.
 
-    A product reads its operands from memory and writes its result there, and no partitioner makes a product again: results that
-    the backward half reads are kept until its last read. Gradients stay until the end.
+    A product reads its operands from memory and writes its result there. No partitioner recomputes a product, unless the user's
+    code asks for that: results that an operator on gradients reads are kept until its last read. Gradients stay until the end.
     """
     nodes = joint.nodes
     products = (node for node in nodes if is_expensive(node))
@@ -136,9 +136,10 @@ def bytes_at_least(joint: JointGraph) -> int:
 
 def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
     """Bytes of kept products and of gradients, after each operator of the backward half."""
-    backward = [node for node in nodes if node not in joint.forward]
+    after = descendants(joint.tangents, nodes)
+    backward = [node for node in nodes if node in after]  # what else no output needs may run in the forward half: `clamp`'s mask
     last = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
-    last = {source: node for source, node in last.items() if is_expensive(source)}
+    last = {source: node for source, node in last.items() if is_expensive(source) and "recompute" not in source.meta}
     read_last, alive = Counter[fx.Node](), bytes_of_values(last)
     for source, node in last.items():
         read_last[node] += bytes_of_values((source,))
