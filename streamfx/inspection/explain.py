@@ -21,6 +21,7 @@ from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.cost.work import summed
 from streamfx.errors import NotTraced, ReportError
+from streamfx.inspection.at_peak import alive_at_peak
 from streamfx.inspection.curves import curve_of_call, curve_of_calls, peak_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
@@ -126,7 +127,7 @@ class Explanation(OfOneProcess, Exports):
 
         Bytes are those of activations and gradients, beyond parameters and inputs, at the moment when most are alive. The
         baseline is the same call in eager; with checkpointing, in eager with each layer checkpointed (None where that is no other
-        way: `not_checkpointed` says why).
+        way: `not_checkpointed` says why). `at_peak` are the values between loops that take the most of it.
         `wire` is what each rank sends to others (None where it sends nothing), by half and kind as calls and bytes:
         `gathers`, `reductions`, `exchanges` (all to all, broadcast), and those `in_loops` times their chunks; the same of each
         stage, and of `eager` on the same call, with each layer checkpointed where there are layers. `early_reductions` is the
@@ -160,6 +161,7 @@ class Explanation(OfOneProcess, Exports):
             "checkpointing_peak_bytes": None if self.call.checkpointed is None else self.call.checkpointed.peak,
             "not_checkpointed": (self.call.not_checkpointed or None) if with_baseline else None,
             "trains": self.call.trains,
+            "at_peak": alive_at_peak(self.call.graphs, self._streamed),
             "saved_bytes": sum(cost.held for cost in streamed),
             "baseline_saved_bytes": baseline.held,
             "flops": flops_of_calls(streamed),
@@ -334,8 +336,7 @@ class Explanation(OfOneProcess, Exports):
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
-    program = graph.facts.program
-    forward, backward = graph.halves if program is None else (program.forward, program.backward)
+    forward, backward = graph.that_run
     handed = taken_by_optimizer(graph, backward) if updates and backward is not None else None
     return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), handed, recorded=True)
 

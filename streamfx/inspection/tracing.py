@@ -86,6 +86,12 @@ class TracedGraph:
         """The forward half and the backward half, if there is one."""
         return self.plain()
 
+    @property
+    def that_run(self) -> Halves:
+        """The halves of its program; those of the graph as it stands where it has none."""
+        program = self.facts.program
+        return self.halves if program is None else (program.forward, program.backward)
+
 
 @dataclass(frozen=True)
 class GraphBreak:

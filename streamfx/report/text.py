@@ -14,6 +14,7 @@ from streamfx.report.wire_text import wire_table, wire_totals
 Stage = Mapping[str, Any]
 NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
 COUNTED = "memory for activations and gradients"
+CHUNK_WORK = "what loops compute for a chunk, less with a smaller chunk_size"
 NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
 PLACES = 3  # lines of code that a reason names
 IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
@@ -198,11 +199,28 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"  memory   {in_bytes(peak)} at the peak for activations and gradients"
     checkpointed = f", {in_bytes(checkpointing)} with every layer checkpointed" if checkpointing is not None else ""
     yield f"           {in_bytes(baseline)} in eager{checkpointed}"
+    if checkpointing is not None and checkpointing < peak:
+        yield f"           more by {in_bytes(peak - checkpointing)}; most at the peak: {_values(summary['at_peak'], peak)}"
     if summary["not_checkpointed"]:
         yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
     yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
     yield f"           {in_flops(before)} in eager{ratio}"
     yield from wire_totals(summary["wire"])
+
+
+def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
+    """
+    >>> sort = {"operator": "aten.sort.stable", "where": "a.py:1: x.sort()", "bytes": 2048, "values": 2}
+    >>> _values([sort], 4096)
+    '2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
+    >>> _values([sort], 5000)
+    'what loops compute for a chunk, less with a smaller chunk_size; 2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
+    """
+    texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
+    for item in items:
+        where = f" ({item['where']})" if item["where"] else ""
+        texts.append(f"{in_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
+    return "; ".join(texts)
 
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
