@@ -17,6 +17,7 @@ import torch
 
 from tests.random_decoders.__main__ import numbered
 from tests.random_decoders.checking import executed
+from tests.random_decoders.kinds import KINDS
 from tests.support.exactness import call, fresh, scalar_of
 from tests.support.peaks import TOLERATED, Peaks, peaks
 from tests.support.precision import widen_models
@@ -24,8 +25,8 @@ from tests.support.precision import widen_models
 widen_models()
 
 
-def of_random_decoder(number: int) -> Peaks:
-    names = executed(numbered(number, False))
+def of_random_decoder(number: int, kinds: tuple[str, ...] = ()) -> Peaks:
+    names = executed(numbered(number, False, kinds))
     inputs, reduce = names["inputs"], names["reduce"]
     return peaks(names["model"], lambda model: reduce(model(**fresh(inputs))))
 
@@ -47,7 +48,8 @@ def all_of(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         yield from ((name, lambda name=name: of_model_type(name)) for name in names)
     else:
         numbers = range(chosen.seed, chosen.seed + chosen.count)
-        yield from ((str(number), lambda number=number: of_random_decoder(number)) for number in numbers)
+        kinds = tuple(chosen.kinds)
+        yield from ((str(number), lambda number=number: of_random_decoder(number, kinds)) for number in numbers)
 
 
 def main() -> int:
@@ -56,6 +58,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="model types; all without")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first random decoder")
+    parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only random decoders of these kinds")
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")

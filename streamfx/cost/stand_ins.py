@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from streamfx.cost.flops import flops_of_call, flops_of_graph
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import Work
-from streamfx.torch_private import SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
+from streamfx.torch_private import SAVES_RANDOM_STATE, SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.sizes import size_hint
+
+RANDOM_STATE_BYTES = 5056  # of the CPU's generator; other devices' are smaller
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:
@@ -31,6 +34,8 @@ def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], A
 
 
 def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> Callable[..., Any]:
+    if "val" not in node.meta and (inner := _operator_given(node)) is not None:
+        return _run_with_state(node, inner)
     value, work = node.meta.get("val"), work_of(node, module)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -40,9 +45,27 @@ def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callabl
     return stand_in
 
 
+def _run_with_state(node: fx.Node, inner: int) -> Callable[..., Any]:
+    """What stands in for an operator of a partitioner, which runs another one with a state of random numbers so that both halves
+    draw the same: the other one alone.
+    """
+    saves = node.target is SAVES_RANDOM_STATE
+
+    def run(*args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+        result = args[inner](*args[inner + 1 :], **kwargs)
+        return (torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), result) if saves else result
+
+    return run
+
+
+def _operator_given(node: fx.Node) -> int | None:
+    """At which argument an operator is given another operator."""
+    return next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
+
+
 def work_of(node: fx.Node, module: fx.GraphModule) -> int:
     """FLOPs of an operator that is given functions, which a module holds, or another operator."""
-    inner = next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
+    inner = _operator_given(node)
     if inner is not None:
         results = tree_leaves(node.meta.get("val"))
         return flops_of_call(node.args[inner], node.args[inner + 1 :], node.kwargs, results[-1] if results else None)

@@ -23,6 +23,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as FLEX_ATTENT
 from torch._higher_order_ops.flex_attention import flex_attention_backward as FLEX_ATTENTION_BACKWARD  # 2.11, 2.13
 from torch._higher_order_ops.scan import scan_op as SCAN  # 2.11, 2.13
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13
+from torch._prims.rng_prims import run_and_save_rng_state as SAVES_RANDOM_STATE  # 2.11, 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11, 2.13
 from torch.amp.autocast_mode import _enter_autocast as ENTER_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
 from torch.amp.autocast_mode import _exit_autocast as EXIT_AUTOCAST  # 2.11, 2.13: in Dynamo's graphs
@@ -38,6 +39,7 @@ __all__ = [
     "EXIT_AUTOCAST",
     "FLEX_ATTENTION",
     "FLEX_ATTENTION_BACKWARD",
+    "SAVES_RANDOM_STATE",
     "SCAN",
     "SET_GRAD",
     "ZEROS_AND_SCATTER",

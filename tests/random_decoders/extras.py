@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.random_decoders.of_rows import OF_ROWS
+from tests.random_decoders.recomputed import RECOMPUTED
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -366,4 +367,5 @@ LINES = {
     **NUMBERS,
     **FEW,
     **HALVES,
+    **RECOMPUTED,
 }

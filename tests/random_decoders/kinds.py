@@ -35,6 +35,7 @@ from tests.random_decoders.known_early import KNOWN_EARLY
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.mixed import MIXES
 from tests.random_decoders.orders import ORDERS
+from tests.random_decoders.recomputed import RECOMPUTED
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
@@ -205,6 +206,11 @@ def _few(decoder: Decoder, random: Random) -> Decoder:
     return draw_lengths(decoder, random, FEW)
 
 
+def _recomputed(decoder: Decoder, random: Random) -> Decoder:
+    """Checkpoints of the program's own, which Dynamo marks in the graph."""
+    return replace(_small(_beside(decoder, random, RECOMPUTED)), compiled=True)
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -254,6 +260,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "alone": _alone,
     "cut out": _cut_out,
     "known early": partial(_beside, extras=KNOWN_EARLY),
+    "recomputed": _recomputed,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -286,6 +293,7 @@ OFTEN = (
     "alone",
     "cut out",
     "known early",
+    "recomputed",
 )
 
 

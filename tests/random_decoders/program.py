@@ -67,7 +67,12 @@ FROZEN = """
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(not name.startswith(("head.", "last_norm.")))"""
 OPERATORS = "from tests.support.stateful.{0} import {0}\n"
-GROUPED = "from transformers.integrations import moe  # defines the grouped product\n"
+IMPORTED = {
+    "grouped_mm": "from transformers.integrations import moe  # defines the grouped product\n",
+    "checkpoint(": "from torch.utils.checkpoint import checkpoint\n",
+    "partial(": "from functools import partial\n",
+    "create_selective": "from torch.utils.checkpoint import create_selective_checkpoint_contexts\n",
+}
 NORM = """
 
 class Norm(nn.Module):
@@ -113,7 +118,8 @@ def program(decoder: Decoder) -> str:
 
 def _imports(text: str) -> str:
     used = [name for name in STATEFUL if f"{name}(" in text]
-    return "".join(OPERATORS.format(name) for name in used) + (GROUPED if "grouped_mm" in text else "")
+    known = "".join(lines for word, lines in IMPORTED.items() if word in text)
+    return "".join(OPERATORS.format(name) for name in used) + known
 
 
 def _functions(decoder: Decoder, lines: list[str]) -> str:
