@@ -6,6 +6,7 @@ from tests.mutations.row import Mutation
 
 ANALYSED, SEARCH = "streamfx/inspection/analysed.py", "test_plan_search.py"
 TOLD = "test_analysed_layers.py::test_few_layers_tell_what_is_found_in_all"
+ONE_PIECE, NEVER_MORE = "passes/partition/in_one_piece.py", "test_never_more.py::test_what_any_run_in_one_piece_holds"
 
 ROWS = (
     Mutation(
@@ -55,5 +56,29 @@ ROWS = (
         "            growth = work(size, found, far)\n",
         "            pass\n",
         (f"{SEARCH}::test_few_layers_show_how_the_work_on_a_chunk_grows",),
+    ),
+    Mutation(
+        "plans",
+        "what the user's code recomputes is kept in one piece",
+        ONE_PIECE,
+        ' and "recompute" not in source.meta',
+        "",
+        (f"{NEVER_MORE}[recomputed]",),
+    ),
+    Mutation(
+        "plans",
+        "a mask that the forward half may keep keeps its product",
+        ONE_PIECE,
+        "for node in nodes if node in after]",
+        "for node in nodes if node not in joint.forward]",
+        (f"{NEVER_MORE}[mask]",),
+    ),
+    Mutation(
+        "plans",
+        "an operator with a saved state of random numbers is taken for one without a result",
+        "streamfx/cost/stand_ins.py",
+        'if "val" not in node.meta and (inner',
+        "if False and (inner",
+        ("test_never_more.py::test_no_more_than_with_checkpoints_around_attention[17]",),
     ),
 )
