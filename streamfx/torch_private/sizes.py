@@ -44,6 +44,31 @@ def without_guards(mode: Any) -> Any:
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
+@contextmanager
+def first_proxies_of_symbols() -> Iterator[None]:
+    """Trace a size by the first proxy of its symbol (2.11, 2.13).
+
+    torch finds the proxy of a size that it has not seen by the size's symbol, and lets every result with that symbol replace the
+    proxy: `sym_max(s0, 1)`, which is `s0` and which DTensor asks for in the backward pass, then is computed from itself, and
+    tracing ends in a RecursionError. Equal symbols are equal numbers, so the first proxy, of an input, is right for all.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    def set_proxy_slot(obj: Any, tracer: Any, proxy: Any) -> None:
+        known = tracer.sympy_expr_tracker
+        first = known.get(obj.node.expr) if isinstance(obj, torch.SymInt) else None
+        original(obj, tracer, proxy)
+        if first is not None:
+            known[obj.node.expr] = first
+
+    original = proxy_tensor.set_proxy_slot
+    proxy_tensor.set_proxy_slot = set_proxy_slot
+    try:
+        yield
+    finally:
+        proxy_tensor.set_proxy_slot = original
+
+
 def pair_dimensions(graph: fx.Graph) -> None:
     """Let inputs that have as many elements by a guard, and the same sizes in this call, have the same sizes in all calls that a
     graph is for: ids and labels, of which torch knows that `b * t == c * u` (2.11, 2.13). A call with others is traced again.
