@@ -65,7 +65,7 @@ from streamfx.torch_private import (
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import known_as, raised_as_itself
 from streamfx.torch_private.inductor import compile_whole
-from streamfx.torch_private.sizes import first_proxies_of_symbols, pair_dimensions
+from streamfx.torch_private.sizes import FirstProxyOfSymbol, pair_dimensions
 from streamfx.zero_3 import refuse_partitioned
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
@@ -159,7 +159,7 @@ class Compilation:
             self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
         try:
-            with tracing_undone(), NoMaskForCudnn(), first_proxies_of_symbols():
+            with tracing_undone(), NoMaskForCudnn(), FirstProxyOfSymbol():
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from streamfx.torch_private import Compiler, no_modes
 
@@ -44,29 +45,30 @@ def without_guards(mode: Any) -> Any:
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
-@contextmanager
-def first_proxies_of_symbols() -> Iterator[None]:
-    """Trace a size by the first proxy of its symbol (2.11, 2.13).
+class _FirstProxies(dict[Any, Any]):
+    """A proxy for each symbol: the first one stays."""
 
-    torch finds the proxy of a size that it has not seen by the size's symbol, and lets every result with that symbol replace the
-    proxy: `sym_max(s0, 1)`, which is `s0` and which DTensor asks for in the backward pass, then is computed from itself, and
-    tracing ends in a RecursionError. Equal symbols are equal numbers, so the first proxy, of an input, is right for all.
+    def __setitem__(self, symbol: Any, proxy: Any) -> None:
+        super().setdefault(symbol, proxy)
+
+
+class FirstProxyOfSymbol(TorchFunctionMode):
+    """Trace a size that the tracer has not seen by the first proxy of its symbol (2.11, 2.13).
+
+    The tracer looks such a size up by its symbol, and each result with that symbol replaces the proxy. DTensor's backward pass
+    asks for `sym_max(s0, 1)`, which has the symbol `s0`: it is then computed from itself, and tracing ends in a RecursionError.
+    Equal symbols are equal numbers, so the first proxy, which is an input's, is right for all.
+
+    The first operator of a graph changes the table of the tracer that traces it: no global is patched, and no other thread's
+    tracer is touched.
     """
-    from torch.fx.experimental import proxy_tensor
 
-    def set_proxy_slot(obj: Any, tracer: Any, proxy: Any) -> None:
-        known = tracer.sympy_expr_tracker
-        first = known.get(obj.node.expr) if isinstance(obj, torch.SymInt) else None
-        original(obj, tracer, proxy)
-        if first is not None:
-            known[obj.node.expr] = first
-
-    original = proxy_tensor.set_proxy_slot
-    proxy_tensor.set_proxy_slot = set_proxy_slot
-    try:
-        yield
-    finally:
-        proxy_tensor.set_proxy_slot = original
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        tracer = getattr(mode, "tracer", None)
+        if tracer is not None and not isinstance(tracer.sympy_expr_tracker, _FirstProxies):
+            tracer.sympy_expr_tracker = _FirstProxies(tracer.sympy_expr_tracker)
+        return func(*args, **(kwargs or {}))
 
 
 def pair_dimensions(graph: fx.Graph) -> None:
