@@ -51,7 +51,6 @@ from streamfx.runtime.stagewise import Chain, InStages
 from streamfx.torch_private import (
     NoMaskForCudnn,
     aot_autograd,
-    asked_gradients,
     default_partition,
     given_positions,
     is_held_by_model,
@@ -62,7 +61,7 @@ from streamfx.torch_private import (
     static_inputs,
     tracing_undone,
 )
-from streamfx.torch_private.autograd import inputs_in_results
+from streamfx.torch_private.autograd import asked_gradients, inputs_in_results
 from streamfx.torch_private.dynamo import known_as, raised_as_itself
 from streamfx.torch_private.inductor import compile_whole
 from streamfx.torch_private.sizes import FirstProxyOfSymbol, pair_dimensions
@@ -373,7 +372,7 @@ class Compilation:
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.keep_out(inputs_in_results())
-        runner = OuterRunner(module, self.num_outputs, asked_gradients(len(inputs)))
+        runner = OuterRunner(module, self.num_outputs, asked_gradients(module.graph))
         runner.about = priced(self.facts[-1]) if self.facts else None
         return runner
 

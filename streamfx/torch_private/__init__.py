@@ -51,7 +51,6 @@ __all__ = [
     "PythonPrinter",
     "TorchDispatchMode",
     "aot_autograd",
-    "asked_gradients",
     "assert_true",
     "default_partition",
     "dynamo_copy",
@@ -114,13 +113,6 @@ def static_inputs() -> list[int]:
     """Positions of the parameters and buffers among the inputs of the graph that is being compiled (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
-
-
-def asked_gradients(count: int) -> list[bool]:
-    """Which of a forward graph's `count` inputs ask for a gradient, as it is compiled; empty if it is not known (2.11, 2.13)."""
-    context = torch._guards.TracingContext.try_get()
-    inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
-    return [bool(item.requires_grad) for item in inputs] if len(inputs) == count else []
 
 
 def keeps_graph() -> bool:

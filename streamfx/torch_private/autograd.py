@@ -101,6 +101,21 @@ def is_taken_apart(node: fx.Node) -> bool:
     return isinstance(node.meta.get("desc"), SubclassGetAttrAOTInput)
 
 
+def asked_gradients(graph: fx.Graph) -> list[bool]:
+    """Which inputs of the forward graph that is being compiled may ask for a gradient; empty if it is not known (2.11, 2.13).
+
+    A part of a tensor subclass may: autograd asks the whole tensor, and torch compiles again if that changes. What the part
+    itself says means nothing. `DTensor.from_local` gives the part of a result the result's `requires_grad`; AOTAutograd notes
+    False for it.
+    """
+    context = torch._guards.TracingContext.try_get()
+    inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
+    nodes = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(nodes):
+        return []
+    return [bool(item.requires_grad) or is_taken_apart(node) for item, node in zip(inputs, nodes, strict=True)]
+
+
 @contextmanager
 def recorded_inside_operators() -> Iterator[None]:
     """Autograd records what runs inside of it, and `vmap` may, also where an operator's own code runs, of which they see nothing
