@@ -6,7 +6,7 @@ from streamfx.errors import RanksDiffer, StreamFXError, told
 
 NUMBER = " number "  # between the name of a collective of the traced graph and which of those it is
 NOTHING_MORE = "nothing more"  # in the place of a line that a rank does not have
-UNTIL_THEN = "please report this; until it is mended, compile with backend='aot_eager' on all ranks"
+UNTIL_THEN = "please report this; until it is mended, run the model as it is, or with backend='aot_eager', on all ranks"
 
 TWO_TOKENS = "each call sequences of two tokens at least, and as many as others (drop_last=True of a DataLoader)"
 ALIKE = ("chunk_size", "loss_chunk_size", "save", "keep_every", "reshard")
