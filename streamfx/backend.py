@@ -198,7 +198,8 @@ class Compilation:
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         compiled = InStages(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
-        compiled = compiled if deferral is None else WithDeferred(compiled, deferral.plan, Uses(self.options, compiled_use))
+        if deferral is not None:
+            compiled = WithDeferred(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
         watched = [item for item in self.watched if item.seen is not None]
         return Guarded(compiled, watched, self.without_patterns()) if watched else compiled
 

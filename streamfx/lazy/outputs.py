@@ -20,14 +20,19 @@ from streamfx.runtime.sizes import compiled_size
 
 @dataclass(frozen=True)
 class WithDeferred:
-    """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such."""
+    """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such.
+
+    Inputs that the graph does not read are detached: autograd then has no edge from the compiled backward half to the head's weight.
+    Zero-bubble pipelines compute the gradient of a weight from all nodes that have an edge to it, and would run that half twice.
+    """
 
     compiled: Callable[..., Sequence[Any]]
     plan: OutputPlan
     compiler: UseCompiler | None = None
+    unread: frozenset[int] = frozenset()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        made = self.compiled(*arguments)
+        made = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
         sizes = self.plan.sizes.values(arguments)
         agreement = Agreement(self.compiler, RowsInChunks())
         tensors = [self._deferred(recipe, arguments, made, sizes, agreement) for recipe in self.plan.recipes]
@@ -45,6 +50,10 @@ class WithDeferred:
         shape, strides = ([_size(size, sizes) for size in some] for some in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
         return deferred(Source(recipe, values, like.numel(), agreement), like, values)
+
+
+def _detached(argument: Any) -> Any:
+    return argument.detach() if isinstance(argument, Tensor) and argument.requires_grad else argument
 
 
 def _view(tensor: Tensor, view: Program | None, sizes: Mapping[str, int]) -> Tensor:

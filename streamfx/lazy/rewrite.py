@@ -52,6 +52,12 @@ class Deferral:
     module: fx.GraphModule
     plan: OutputPlan
 
+    @property
+    def unread(self) -> frozenset[int]:
+        """Positions of the inputs that only deferred outputs read, such as the head's weight."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return frozenset(position for position, node in enumerate(placeholders) if not node.users)
+
 
 def defer_outputs(module: fx.GraphModule) -> Deferral | None:
     """The graph with its deferrable outputs taken out; None where there are none. `module` stays as it is."""
