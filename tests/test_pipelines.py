@@ -1,4 +1,4 @@
-"""Stages of a pipeline on two ranks: exact, with schedules that compute gradients of inputs before those of weights, too."""
+"""Parts of a model that are compiled by themselves: stages of a pipeline on two ranks, and blocks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def test_one_node_of_autograd_has_the_gradient_of_the_head() -> None:
     stage = Stage(1, 2)
     call = torch.compile(stage, backend="streambp", options=OPTIONS)
     loss = loss_of(call(torch.randn(1, LENGTH, WIDTH, requires_grad=True)), torch.randint(VOCABULARY, (1, LENGTH)))
-    assert [type(node).__name__ for node in nodes_that_lead_to(stage.head.weight, loss)] == ["DeferredOutputBackward"]
+    assert [type(node).__name__ for node in nodes_that_lead_to(stage.get_parameter("head.weight"), loss)] == [
+        "DeferredOutputBackward"
+    ]
 
 
 def nodes_that_lead_to(leaf: Tensor, result: Tensor) -> list[Any]:
@@ -115,3 +117,19 @@ def nodes_that_lead_to(leaf: Tensor, result: Tensor) -> list[Any]:
             known.add(node)
             waiting += [following for following, _ in node.next_functions]
     return [node for node in known if any(getattr(to, "variable", None) is leaf for to, _ in node.next_functions)]
+
+
+# -- blocks, as torchtitan compiles them
+
+
+def test_blocks_by_themselves_keep_whole_logits() -> None:
+    """`enable` on the model has the head and its loss in chunks, in which no logits are stored."""
+    model = Stage(1, 2)
+    x, labels = torch.randn(1, LENGTH, WIDTH), torch.randint(VOCABULARY, (1, LENGTH))
+    true = torch.autograd.grad(loss_of(model(x), labels), list(model.parameters()))
+    with streamfx.enable(model, **OPTIONS):
+        assert type(model(x)) is not Tensor
+    layerwise(model)
+    logits = model(x)
+    assert type(logits) is Tensor and logits.shape == (1, LENGTH, VOCABULARY)
+    torch.testing.assert_close(torch.autograd.grad(loss_of(logits, labels), list(model.parameters())), true)

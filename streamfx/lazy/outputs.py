@@ -22,8 +22,8 @@ from streamfx.runtime.sizes import compiled_size
 class WithDeferred:
     """Calls a compiled graph and gives its results in the places of the original outputs, deferred ones as such.
 
-    Inputs that the graph does not read are detached: autograd then has no edge from the compiled backward half to the head's weight.
-    Zero-bubble pipelines compute the gradient of a weight from all nodes that have an edge to it, and would run that half twice.
+    Inputs that the graph does not read are detached: autograd then has no edge from the compiled backward half to the head's
+    weight. Zero-bubble pipelines compute a weight's gradient from all nodes that have an edge to it, and ran that half twice.
     """
 
     compiled: Callable[..., Sequence[Any]]
