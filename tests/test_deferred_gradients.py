@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import streamfx
@@ -214,3 +214,26 @@ def test_across_a_graph_break() -> None:
     for function in (torch.compile(step, backend="streambp", options=OPTIONS), step):
         results.append([function(some_ids()), gradients(model)])
     assert_same(results[0], results[1])
+
+
+@pytest.mark.parametrize("first", ["head.bias", "head.weight"])
+def test_a_second_backward_pass_over_other_nodes_is_right(first: str) -> None:
+    """The first has freed nothing that the second needs, so eager allows it."""
+    parts = {"embed": nn.Embedding(30, 8), "head": nn.Linear(8, 30), "low": nn.Linear(8, 2), "high": nn.Linear(2, 30)}
+    model = nn.ModuleDict(parts).double()
+    ids, wanted = torch.randint(0, 30, (2, 12)), torch.randn(2, 12, 30, dtype=torch.float64)
+
+    def logits(ids: Tensor) -> Tensor:
+        x = model["embed"](ids).tanh()
+        return model["head"](x) + model["high"](model["low"](x))  # type: ignore[no-any-return]
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found = run(ids)
+        earlier = torch.autograd.grad(found, [model.get_parameter(first)], wanted)
+        return [
+            *earlier,
+            *torch.autograd.grad(found, [model.get_parameter(f"{name}.weight") for name in ("low", "high")], wanted),
+        ]
+
+    compiled = torch.compile(logits, backend="streambp", options={"outputs": "lazy", "bodies": "eager"})
+    torch.testing.assert_close(gradients(compiled), gradients(logits), rtol=1e-12, atol=1e-12)

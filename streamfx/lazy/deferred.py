@@ -21,7 +21,6 @@ from streamfx.lazy.cells import Cell, Step
 from streamfx.lazy.in_chunks import gradients_in_chunks, made_in_chunks
 from streamfx.lazy.rebuild import Source
 from streamfx.lazy.steps import cast, is_cut_from, is_lazy_cast, is_part, is_wide, overwritten, postponed, viewed
-from streamfx.lazy.table import CONTRACTING, kind_of
 from streamfx.passes.operators.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
@@ -33,6 +32,7 @@ from streamfx.torch_private import (
     untraced,
     wrapper_tensor,
 )
+from streamfx.torch_private.autograd import nodes_that_run
 
 # NOTE [Gradients that spread]
 # Autograd's formulas for `gather`, `max`, `topk`, an index or a slice make zeros of the operand's size out of the result's
@@ -41,7 +41,7 @@ from streamfx.torch_private import (
 
 aten = torch.ops.aten
 FREED = (
-    "Trying to backward through the graph a second time: the first backward pass has freed the operands of a deferred output. "
+    "Trying to backward through the graph a second time: the first backward pass has freed what a deferred output follows from. "
     "Specify retain_graph=True if you need to backward through the graph a second time."
 )
 _data: Any = Tensor.data
@@ -162,7 +162,7 @@ class DeferredOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Source, like: Tensor, *values: Any) -> Tensor:
-        ctx.source, ctx.is_freed = source, False
+        ctx.source, ctx.freed = source, frozenset()
         ctx.set_materialize_grads(False)
         return DeferredTensor(Cell(like, source), source.recipe.device)
 
@@ -172,15 +172,11 @@ class DeferredOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.given))
-        if ctx.is_freed and _multiplies(ctx.source):
-            raise RuntimeError(FREED)  # as eager does, before the head's weight has got a second gradient
-        ctx.is_freed = not keeps_graph()
+        running = nodes_that_run(ctx.next_functions)
+        if not ctx.freed.isdisjoint(running):
+            raise RuntimeError(FREED)  # these would raise it, too, but after the head's weight has got a second gradient
+        ctx.freed |= frozenset() if keeps_graph() else running
         return (None, None, *_gradients(ctx.source, gradient))
-
-
-def _multiplies(source: Source) -> bool:
-    """Whether eager would save operands for the backward pass, which it frees."""
-    return any(kind_of(node) in CONTRACTING for node in source.recipe.program.graph.nodes)
 
 
 def _gradients(source: Source, gradient: Tensor) -> Sequence[Tensor | None]:

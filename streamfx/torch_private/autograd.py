@@ -116,6 +116,12 @@ def asked_gradients(graph: fx.Graph) -> list[bool]:
     return [bool(item.requires_grad) or is_taken_apart(node) for item, node in zip(inputs, nodes, strict=True)]
 
 
+def nodes_that_run(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
+    """The nodes at the end of edges that the running backward pass will run, without those of leaves (2.11, 2.13)."""
+    nodes = {node for node, _ in edges if node is not None and not hasattr(node, "variable")}
+    return frozenset(node for node in nodes if torch._C._will_engine_execute_node(node))
+
+
 @contextmanager
 def recorded_inside_operators() -> Iterator[None]:
     """Autograd records what runs inside of it, and `vmap` may, also where an operator's own code runs, of which they see nothing
