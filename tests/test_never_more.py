@@ -15,9 +15,8 @@ import streamfx
 from streamfx.cost.meter import Meter
 from streamfx.ir.joint import joint_graph
 from streamfx.passes.partition.in_one_piece import bytes_at_least
-from tests.random_decoders.__main__ import numbered
-from tests.random_decoders.checking import executed
-from tests.support.exactness import fresh, gradient_errors, outcome, recorder
+from tests.never_more import of_random_decoder
+from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.peaks import TOLERATED, however_small, peaks
 from tests.support.spread import only
 
@@ -105,9 +104,7 @@ def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> Non
 @pytest.mark.parametrize("number", only([17], [17, 4]))
 def test_no_more_than_with_checkpoints_around_attention(number: int) -> None:
     """A partitioner saves states of random numbers for them, with operators that are given the kernel."""
-    names = executed(numbered(number, False, ("recomputed",)))
-    found = peaks(names["model"], lambda model: names["reduce"](model(**fresh(names["inputs"]))))  # type: ignore[no-any-return]
-    assert found.ratio <= TOLERATED
+    assert of_random_decoder(number, ("recomputed",)).ratio <= TOLERATED
 
 
 def test_chunks_that_are_asked_for_are_made() -> None:

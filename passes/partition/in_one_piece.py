@@ -123,7 +123,7 @@ def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | Non
 
 
 def bytes_at_least(joint: JointGraph) -> int:
-    """Bytes that are surely alive at once where a graph runs in one piece, whatever is fused and made again.
+    """Bytes that are surely alive at once if a graph runs in one piece, whatever is fused and recomputed.
 
     A product reads its operands from memory and writes its result there. No partitioner recomputes a product, unless the user's
     code asks for that: results that an operator on gradients reads are kept until its last read. Gradients stay until the end.
@@ -136,8 +136,8 @@ def bytes_at_least(joint: JointGraph) -> int:
 
 def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
     """Bytes of kept products and of gradients, after each operator of the backward half."""
-    after = descendants(joint.tangents, nodes)
-    backward = [node for node in nodes if node in after]  # what else no output needs may run in the forward half: `clamp`'s mask
+    on_gradients = descendants(joint.tangents, nodes)
+    backward = [node for node in nodes if node in on_gradients]  # `clamp`'s mask needs none, and may run in the forward half
     last = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
     last = {source: node for source, node in last.items() if is_expensive(source) and "recompute" not in source.meta}
     read_last, alive = Counter[fx.Node](), bytes_of_values(last)

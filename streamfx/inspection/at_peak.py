@@ -1,4 +1,4 @@
-"""Which values are alive when most bytes are, by the operator and the line of the user's code that computes them.
+"""Which values are alive at the peak, by the operator and the line of the user's code that computes them.
 
 This follows the outer graphs alone: what a loop computes for one chunk is not among the values.
 """
@@ -47,14 +47,15 @@ def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_out
 def _moments(
     module: fx.GraphModule, shown: Mapping[fx.Node, Values], always: Values = frozenset()
 ) -> Iterator[tuple[int, Values]]:
-    """Bytes alive after an operator, and the values, each time that more are alive than before; `shown` are those that the
-    inputs of a backward half are.
+    """Bytes alive after an operator, and the values, if more bytes are alive than after each operator before it.
+
+    `shown` are the values of the forward half that each input of a backward half shows; `always` live until the end.
     """
     values: dict[fx.Node, Values] = {}
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        own = ({memory} if memory.op == "call_function" else () for memory in memories(node) if memory not in shown)
-        values[node] = frozenset().union(*own, *(shown[memory] for memory in memories(node) if memory in shown))
+        own = (shown.get(memory, {memory} if memory.op == "call_function" else ()) for memory in memories(node))
+        values[node] = frozenset().union(*own)
         last.update((value, node) for source in node.all_input_nodes for value in values[source] - always)
     alive = set(always).union(*(found for node, found in shown.items() if node.users))
     bytes_now, most = bytes_of_values(alive), 0

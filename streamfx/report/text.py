@@ -209,7 +209,8 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
-    """
+    """The values that take most of the peak; loops first, if values between them take less than half of it.
+
     >>> sort = {"operator": "aten.sort.stable", "where": "a.py:1: x.sort()", "bytes": 2048, "values": 2}
     >>> _values([sort], 4096)
     '2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
@@ -218,7 +219,7 @@ def _values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
     """
     texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
     for item in items:
-        where = f" ({item['where']})" if item["where"] else ""
+        where = _places(list(filter(None, [item["where"]])))
         texts.append(f"{in_bytes(item['bytes'])}, {counted(item['values'], 'result')} of {item['operator']}{where}")
     return "; ".join(texts)
 

@@ -69,7 +69,7 @@ ROWS = (
         "plans",
         "a mask that the forward half may keep keeps its product",
         ONE_PIECE,
-        "for node in nodes if node in after]",
+        "for node in nodes if node in on_gradients]",
         "for node in nodes if node not in joint.forward]",
         (f"{NEVER_MORE}[mask]",),
     ),
