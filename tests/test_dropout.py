@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import decoders, hf, layouts
-from tests.support.exactness import check_streamed, compare, errors, outcome
+from tests.support.exactness import check_streamed, compare, errors, outcome, recorder
+from tests.support.peaks import however_small
 from tests.support.spread import only
 from tests.support.twins import LENGTH, batch, compiled, gradients
 
@@ -69,17 +72,33 @@ class SpelledDropout(decoders.Decoder):
     attention = SpelledDropoutHeads
 
 
+class Recomputed(decoders.Decoder):
+    """The program's own checkpoints draw again what they have drawn."""
+
+    attention = FusedDropoutHeads
+
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
+            x = x + checkpoint(attend, self.norms[2 * i](x), use_reentrant=False)
+            x = x + checkpoint(self.dropped, mlp, self.norms[2 * i + 1](x), use_reentrant=False)
+        return self.norms[-1](x)
+
+    def dropped(self, mlp: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(mlp(x), 0.3, self.training)
+
+
 RANDOM = {
     "residual": Dropped,
     "fused attention": FusedDropout,
     "spelled attention": SpelledDropout,
     "heads": OnHeads,
     "mix": OnMix,
+    "recomputed": Recomputed,
 }
 SAVED = [*((name, "auto") for name in RANDOM), ("heads", "projections"), ("mix", "attention"), ("mix", "products")]
 
 
-@pytest.mark.parametrize("name", only(["fused attention", "mix"], RANDOM))
+@pytest.mark.parametrize("name", only(["fused attention", "mix", "recomputed"], RANDOM))
 def test_dropout_repeats_under_a_seed(name: str) -> None:
     own = decoders.made(RANDOM[name])
     function, backend = compiled(own)
@@ -100,9 +119,23 @@ def test_dropout_repeats_under_a_seed(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "save"), only(set(SAVED) - {("heads", "auto"), ("mix", "auto")}, SAVED))
 def test_gradient_with_dropout_is_that_of_the_sample_drawn(name: str, save: str) -> None:
-    """Finite differences of the compiled function itself, under one seed."""
     own = decoders.made(RANDOM[name])
     function, _ = compiled(own, save=save)
+    check_gradient(own, function)
+
+
+def test_gradient_of_a_graph_that_stands_is_that_of_the_sample_drawn() -> None:
+    """Its halves save states of random numbers for the checkpoints of the program."""
+    own = decoders.made(Recomputed)
+    backend = recorder(bodies="eager")
+    torch._dynamo.reset()
+    with however_small():
+        check_gradient(own, torch.compile(own, backend=backend))
+    assert [facts.stands is not None for facts in backend.facts] == [True]
+
+
+def check_gradient(own: nn.Module, function: Callable[..., Tensor]) -> None:
+    """Against finite differences of the compiled function itself, under one seed."""
 
     def loss() -> Tensor:
         torch.manual_seed(3)
