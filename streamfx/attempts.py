@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
 
 from streamfx.errors import NotStreamed, told
 from streamfx.log import log
@@ -20,6 +22,11 @@ INTERNAL = (
 NOT_LOOKED_AT = "nobody knows whether a graph fits into the memory budget as it stands: looking at that failed"
 NOT_COMPARED = "nobody knows whether a graph takes less memory as it stands than in loops: looking at that failed"
 AT_ONCE = "gradients of a graph are handed over at once, at the end: the search for where each is complete failed"
+NOT_SPLIT = "a graph of two sequences is not split between them: that failed"
+PARTLY_ON_META = (
+    "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
+    "cannot trace it (%s). Move all inputs to one device."
+)
 ALL_THE_SAME = "%s (%s). The result is exact; strict=True raises an error instead"
 
 
@@ -32,6 +39,14 @@ def attempted(what: Callable[[], T], otherwise: T, failed: str, strict: bool) ->
             raise not_streamed(f"{failed} ({told(error)})") from error
         log.warning(ALL_THE_SAME, failed, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
         return otherwise
+
+
+def told_of_meta(inputs: Sequence[Any], error: Exception) -> bool:
+    """Warn of inputs of which some have no numbers and others have; false where there are none."""
+    is_mixed = {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
+    if is_mixed:
+        log.warning(PARTLY_ON_META, told(error))
+    return is_mixed
 
 
 def not_streamed(found: str) -> NotStreamed:

@@ -14,12 +14,24 @@ from torch import fx
 
 from streamfx.agreement import Exchange, run_agreed
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.attempts import INTERNAL, NO_PRODUCTS, NO_TREES, NOT_COMPARED, NOT_DEFERRED, NOT_LOOKED_AT, attempted, not_streamed
+from streamfx.attempts import (
+    INTERNAL,
+    NO_PRODUCTS,
+    NO_TREES,
+    NOT_COMPARED,
+    NOT_DEFERRED,
+    NOT_LOOKED_AT,
+    NOT_SPLIT,
+    attempted,
+    not_streamed,
+    told_of_meta,
+)
 from streamfx.capture import captured
-from streamfx.constants import Guarded, WatchedInput, watched_inputs
+from streamfx.constants import Guarded, WatchedInput, patterns_of, watched_inputs
 from streamfx.cost.inductor import compiles_whole, uses_inductor
 from streamfx.errors import IntegrationError, NotStreamed, OptionError, OverBudget, RanksDiffer, told
 from streamfx.identity import numbers_of_weights
+from streamfx.in_parts import Splittable, TwoSequences
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, outputs_of
 from streamfx.ir.lengths import Lengths
@@ -39,11 +51,11 @@ from streamfx.passes.recurrences.block_products import with_block_products
 from streamfx.passes.recurrences.trees import with_trees
 from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
-from streamfx.report.brief import log_brief, predicted, priced
+from streamfx.report.brief import predicted, priced
 from streamfx.report.first_step import note
 from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain
 from streamfx.report.products import show_product
-from streamfx.report.reasons import check_budget, check_strict, why_smaller
+from streamfx.report.reasons import check_budget, why_smaller
 from streamfx.report.stages import place_loops
 from streamfx.runtime.inductor import NOT_COMPILED, blame
 from streamfx.runtime.outer import OuterRunner
@@ -68,12 +80,6 @@ from streamfx.torch_private.sizes import FirstProxyOfSymbol, pair_dimensions
 from streamfx.zero_3 import refuse_partitioned
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
-
-
-PARTLY_ON_META = (
-    "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
-    "cannot trace it (%s). Move all inputs to one device."
-)
 
 
 class FitsWhole(Exception):
@@ -122,13 +128,8 @@ from_environment()  # a bad one is said where the backend is asked for, not at t
 known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # where no entry point says so: a checkout, an older installation
 
 
-def is_partly_on_meta(inputs: Sequence[Any]) -> bool:
-    """Whether some tensors have no numbers, and others have."""
-    return {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
-
-
 @dataclass
-class Compilation:
+class Compilation(Splittable):
     """One graph on its way through AOTAutograd; `facts` are what the passes found, for reports."""
 
     module: fx.GraphModule
@@ -162,10 +163,15 @@ class Compilation:
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)
+        except TwoSequences as found:
+            run = attempted(partial(self.in_parts, inputs, found), None, NOT_SPLIT, strict=False)
+            if run is not None:
+                return run
+            self.may_split = False
+            return self.compile(inputs)
         except RuntimeError as error:
-            if self.options.strict or not is_partly_on_meta(inputs):
+            if self.options.strict or not told_of_meta(inputs, error):
                 raise
-            log.warning(PARTLY_ON_META, told(error))
             return self.module.forward
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
@@ -178,13 +184,15 @@ class Compilation:
             log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))
             self.facts[:] = [facts for facts in self.facts if facts.fits != "compiled"]
             self.is_trained_whole = False
-            return Compilation(self.module, replace(self.options, bodies="eager"), self.facts).compile(inputs)
+            self.options = replace(self.options, bodies="eager")
+            return self.compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
+        self.standing = None
         if self.reads_inputs:
             held = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
             self.watched = watched_inputs(inputs, held)
-        self.num_inputs, self.weights = len(inputs), numbers_of_weights(inputs)
+        self.num_inputs, self.weights, self.inputs_are_own = len(inputs), numbers_of_weights(inputs), self.is_alone(inputs)
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
@@ -194,7 +202,7 @@ class Compilation:
         )
         self.traced = attempted(lambda: with_trees(self.module), self.module, NO_TREES, self.options.strict)
         self.traced = attempted(lambda: with_block_products(self.traced), self.traced, NO_PRODUCTS, self.options.strict)
-        deferral = self.deferred = self.deferral() if self.is_alone(inputs) else None
+        deferral = self.deferred = self.deferral() if self.inputs_are_own else None
         self.chain = Chain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
         compiled = InStages(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
@@ -212,6 +220,10 @@ class Compilation:
         if furthest:
             furthest.guard(self.module.graph)
         return furthest is not None
+
+    def part_of(self, module: fx.GraphModule) -> Compilation:
+        """For a part of the graph: nobody hears of it unless it is taken."""
+        return Compilation(module, self.options, exchange=self.exchange)
 
     def is_alone(self, inputs: list[Any]) -> bool:
         """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
@@ -238,16 +250,8 @@ class Compilation:
         return torch.compile(self.module.forward, backend=backend)
 
     def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
-        """Patterns of the inputs that hold a mask, which the compiled graph then relies on; by position among the inputs of the
-        traced graph, where sharded tensors have been taken apart.
-        """
-        given = given_positions(graph, num_primals)
-        if self.num_inputs == len(given):
-            return {item.position: item.pattern for item in self.watched}
-        whole = {position: i for i, position in enumerate(given) if position is not None}
-        if None not in given:  # AOTAutograd has put inputs together
-            return {}
-        return {whole[item.position]: item.pattern for item in self.watched if item.position in whole}
+        """Patterns of the inputs that hold a mask, which the compiled graph then relies on."""
+        return patterns_of(self.watched, self.num_inputs, given_positions(graph, num_primals))
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
@@ -266,6 +270,7 @@ class Compilation:
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
         self.num_outputs = num_fwd_outputs
+        self.check_writes(joint.graph)
         pair_dimensions(joint.graph)
         count = len(joint_inputs[0])
         static = others.get("static_lifetime_input_indices") or ()
@@ -278,7 +283,6 @@ class Compilation:
             if self.fits_as_it_stands(whole, *halves):
                 return halves
         facts = self.analysed(capture, [partial(copied, way) for way in (default_partition, min_cut_rematerialization_partition)])
-        self.tell(facts, self.options)
         if self.standing is not None and self.standing[1] is not None:
             return self.standing[0], self.standing[1]
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is asked for
@@ -313,10 +317,10 @@ class Compilation:
         return True
 
     def found(self, facts: Facts) -> None:
-        """Keep and log the facts of a graph; have calls that are longer than its plan was shown to hold for planned anew."""
-        self.facts.append(facts)
+        """Keep the facts of a graph; have calls that are longer than its plan was shown to hold for planned anew."""
+        facts = replace(facts, begins=self.begins)
         place_loops(facts)
-        log_brief(facts)
+        self.keep(facts)
         if facts.lengths:
             log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
             facts.lengths.guard(facts.joint.graph)
@@ -334,7 +338,7 @@ class Compilation:
         try:
             with doing("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
-            check_strict(facts, self.options)
+            self.check_strict(facts)
         except (OptionError, OverBudget, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
@@ -345,8 +349,10 @@ class Compilation:
             log.warning(INTERNAL, told(error), exc_info=log.isEnabledFor(logging.DEBUG))
             facts = replace(capture(), failed=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
+        in_loops = facts
         if may_stand(facts, self.options):
             facts = attempted(partial(self.unless_smaller, facts, capture(), ways), facts, NOT_COMPARED, strict=False)
+        self.raise_if_two(in_loops)
         self.found(facts)
         if facts.fits == "compiled":
             self.hand_over()
@@ -366,7 +372,7 @@ class Compilation:
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""
         facts = run_pipeline(capture, self.options, show_product)
-        check_strict(facts, self.options)
+        self.check_strict(facts)
         return facts
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -383,6 +389,7 @@ class Compilation:
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
+        self.check_writes()
         weights = static_inputs() or self.parameters
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))

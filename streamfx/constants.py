@@ -150,6 +150,18 @@ def watched_inputs(inputs: Sequence[Any], held: Sequence[bool]) -> list[WatchedI
     return watched
 
 
+def patterns_of(watched: Sequence[WatchedInput], count: int, given: Sequence[int | None]) -> dict[int, Pieces]:
+    """Patterns of watched inputs of Dynamo's graph, which has `count` inputs, by position among the inputs of the traced graph,
+    where sharded tensors have been taken apart: of each of these `given` tells which of Dynamo's it is.
+    """
+    if count == len(given):
+        return {item.position: item.pattern for item in watched}
+    whole = {position: i for i, position in enumerate(given) if position is not None}
+    if None not in given:  # AOTAutograd has put inputs together
+        return {}
+    return {whole[item.position]: item.pattern for item in watched if item.position in whole}
+
+
 def all_hold(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
     """Whether all watched inputs have their patterns. Where nothing has changed, each device is waited for once."""
     if all(item.looks_the_same(inputs[item.position]) for item in watched):

@@ -94,12 +94,17 @@ def may_stand(facts: Facts, options: Options) -> bool:
     return is_ours and bytes_of_values(facts.joint.nodes) >= LEAST
 
 
+def is_compared(peak: int) -> bool:
+    """Whether a step takes enough for other ways of running it to be worth a look."""
+    return peak >= LEAST
+
+
 def smaller_than(ours: int, facts: Facts, traced: JointGraph, ways: Iterable[Callable[[], Halves]]) -> InOnePiece | None:
     """Of a `traced` graph the smallest of some ways to run it in one piece, where it takes less than the `ours` bytes of its
     loops, by more than is tolerated; None where none does, or none would in calls that are longer.
     """
     program, num_outputs = known(facts.program), len(facts.joint.outputs)
-    if ours < LEAST or bytes_at_least(traced) >= ours:
+    if not is_compared(ours) or bytes_at_least(traced) >= ours:
         return None
     found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
     piece = min(found, key=lambda piece: piece.peak, default=None)

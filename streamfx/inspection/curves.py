@@ -10,22 +10,6 @@ from streamfx.cost.memory import Cost
 from streamfx.cost.terms import BETWEEN_GRAPHS, GRADIENTS
 
 
-def peak_of_calls(costs: list[Cost], gradients: list[int]) -> int:
-    """Bytes at most when graphs run one after the other and back: what one leaves stays until its backward half has run.
-
-    `gradients` are the bytes of each graph's gradients of parameters; other gradients are handed on and not counted twice.
-    """
-    peak = held = later = 0
-    for cost in costs:
-        peak = max(peak, held + cost.forward_peak)
-        held += cost.held
-    for cost, own in zip(reversed(costs), reversed(gradients), strict=True):
-        held -= cost.held
-        peak = max(peak, held + cost.backward_peak + later)
-        later += own
-    return peak
-
-
 def curve_of_calls(costs: Sequence[Cost], gradients: Sequence[int], at_end: int = 0) -> Curve:
     """The curve of calls of graphs as `peak_of_calls` adds up their peaks.
 

@@ -11,18 +11,19 @@ import torch
 from torch import fx
 
 from streamfx.arguments import refuse_unless, refusing
+from streamfx.cost.calls import bytes_of_parameters, is_parameter, peak_of_calls
 from streamfx.cost.curve import Curve
 from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
 from streamfx.cost.handed_over import HandedOver
 from streamfx.cost.lengths import sequence_length
-from streamfx.cost.memory import Cost, bytes_like, cost_of, streamed_share
+from streamfx.cost.memory import Cost, cost_of, streamed_share
 from streamfx.cost.rates import rates_of
 from streamfx.cost.terms import loss_values
 from streamfx.cost.work import summed
 from streamfx.errors import NotTraced, ReportError
 from streamfx.inspection.at_peak import alive_at_peak
-from streamfx.inspection.curves import curve_of_call, curve_of_calls, peak_of_calls
+from streamfx.inspection.curves import curve_of_call, curve_of_calls
 from streamfx.inspection.given import AS_TENSORS, DO, arrays_among, empty_among
 from streamfx.inspection.keywords import options_among
 from streamfx.inspection.page import page_of
@@ -152,6 +153,7 @@ class Explanation(OfOneProcess, Exports):
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
             "break_reasons": [asdict(item) for item in self.call.breaks],
+            "splits": [graph.facts.begins for graph in self.call.graphs if graph.facts.begins],
             "stopped": self.call.stopped or None,
             "sequence": [sequence_length(graph.facts) for graph in self.call.graphs],
             "stages": [report.as_dict() for report in self.stages],
@@ -266,7 +268,7 @@ class Explanation(OfOneProcess, Exports):
     @property
     def _gradients(self) -> list[int]:
         """Bytes of each call's gradients of parameters that stay until the step's end."""
-        return [0 if self.updates else gradient_bytes(graph) for graph in self._called]
+        return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._called]
 
     def _of_calls(self, costs: list[Cost]) -> list[Cost]:
         """The cost of each call, given that of each graph."""
@@ -330,7 +332,7 @@ class Explanation(OfOneProcess, Exports):
 
     def _baseline_of_graphs(self) -> Cost:
         costs = self._of_calls([_cost_without_backend(graph) for graph in self.call.graphs])
-        gradients = [gradient_bytes(graph) for graph in self._called]
+        gradients = [bytes_of_parameters(graph.facts.joint) for graph in self._called]
         peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
         return Cost(peak, peak, sum(cost.held for cost in costs), summed(cost.work for cost in costs), forward_curve=curve)
 
@@ -381,12 +383,3 @@ def _flops(node: fx.Node, span: Span) -> int:
 
 def flops_of_calls(costs: list[Cost]) -> int:
     return sum(cost.flops for cost in costs)
-
-
-def gradient_bytes(graph: TracedGraph) -> int:
-    """Bytes of the gradients of a graph's parameters."""
-    return sum(bytes_like(primal.meta["val"]) for _, primal, _ in graph.facts.joint.trained if is_parameter(primal))
-
-
-def is_parameter(primal: fx.Node) -> bool:
-    return bool(primal.meta.get("streamfx_static_address", False))

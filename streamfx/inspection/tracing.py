@@ -20,6 +20,7 @@ from streamfx.capture import captured
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, one, told
+from streamfx.in_parts import Splittable
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.alone import alone
 from streamfx.inspection.analysed import facts_of_all_layers
@@ -284,6 +285,13 @@ class _Watched(Quiet):
             self.call.graphs.append(TracedGraph(self.seen, facts, plain, num_fwd_outputs, self.chain))
         return halves
 
+    def part_of(self, module: fx.GraphModule) -> Compilation:
+        return _Watched(module, replace(self.call, graphs=[]))  # calls are noted in one list
+
+    def take(self, parts: Sequence[Splittable]) -> None:
+        super().take(parts)
+        self.call.graphs.extend(graph for part in parts if isinstance(part, _Watched) for graph in part.call.graphs)
+
     def hand_over(self) -> None:
         """Go on tracing: nothing is compiled."""
 
@@ -315,6 +323,11 @@ class _OfFew(_Watched):
         few = self.found_of_few
         known = None if few is None else _each_time(partial(facts_of_all_layers, few, self.few))
         return run_pipeline(capture, self.options, show_product, known)
+
+    def place_to_split(self, facts: Facts) -> fx.Node | None:
+        if super().place_to_split(facts) is not None:
+            raise Unlike("a graph of two sequences")
+        return None
 
     def analysed_few(self, capture: Callable[[], Facts]) -> Facts | None:
         """What analyses find in the graph of few layers; None where it has to be found in that of all."""

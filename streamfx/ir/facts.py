@@ -157,7 +157,8 @@ class Facts:
     where its analysis `failed`, and where no loop may be made of it: `stands` is the reason. `whole` names operators that have to
     run whole, with reasons: what a pass has found that could not run them in a loop. `collectives` are those on weights, which
     were taken off the graph. Rows are reduced over ranks `apart` from loops, between them, where that has a reason.
-    `truncations` are those of recurrences. `faults` tells of exceptions that no pass meant to raise, and of remedies.
+    `truncations` are those of recurrences. `begins` is the line of code that the graph begins with, if it is a second part of one
+    that works on two sequences. `faults` tells of exceptions that no pass meant to raise, and of remedies.
     """
 
     joint: JointGraph
@@ -176,6 +177,7 @@ class Facts:
     whole: Mapping[str, str] = field(default_factory=dict)
     apart: str | None = None
     faults: tuple[str, ...] = ()
+    begins: str = ""
     truncations: Mapping[fx.Node, Truncation] = field(default_factory=dict)
 
     @property

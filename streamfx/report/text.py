@@ -33,6 +33,7 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from stage_lines(summary["stages"], summary["flops"])
     yield from wire_table(summary["stages"], summary["wire"])
+    yield from _splits(summary)
     yield from _breaks(summary)
 
 
@@ -257,6 +258,13 @@ def _row(run: list[Stage], flops: int) -> tuple[str, ...]:
         saved if len(run) == 1 else f"{len(run)} x {saved}",
         f"{share:.1f} %",
     )
+
+
+def _splits(summary: Mapping[str, Any]) -> Iterator[str]:
+    if summary["splits"]:
+        yield ""
+        yield "split where another sequence begins: each part streams by itself, and what crosses is kept whole"
+        yield from (f"  {line}" for line in summary["splits"])
 
 
 def _breaks(summary: Mapping[str, Any]) -> Iterator[str]:

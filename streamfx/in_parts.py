@@ -1,0 +1,165 @@
+"""Runs a graph of two sequences as two graphs, one after the other, each with chunks of its own.
+
+An encoder's rows end before a decoder's begin. What the first part computes and the second one reads is handed over as between
+the graphs of a graph break, and autograd hands its gradient back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from streamfx.attempts import NOT_SPLIT, attempted
+from streamfx.cost.calls import bytes_of_parameters, peak_of_calls
+from streamfx.cost.memory import Cost, cost_of
+from streamfx.errors import NotStreamed
+from streamfx.ir.facts import Facts
+from streamfx.log import log
+from streamfx.options import Options
+from streamfx.passes.partition.in_one_piece import Halves, is_compared
+from streamfx.passes.partition.two_sequences import where_to_split
+from streamfx.report.brief import log_brief, predicted
+from streamfx.report.reasons import check_strict
+from streamfx.torch_private import mutated_inputs
+from streamfx.torch_private.lines import source_line
+from streamfx.torch_private.split import Part, may_write_to_inputs, split_in_front_of, stand_in
+
+GAIN = 1.1  # times less memory, for which a graph is traced once more in two parts
+
+
+class TwoSequences(Exception):
+    """Raised while a graph is partitioned: it may take less memory in two parts than the `peak` bytes that it takes as one."""
+
+    def __init__(self, place: fx.Node, peak: int) -> None:
+        super().__init__(place, peak)
+        self.place, self.peak = place, peak
+
+
+class WritesToInputs(Exception):
+    """Raised while a part is compiled: it writes to what the other part may have saved."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A graph in two parts, and the line with which the second one begins."""
+
+    graph: fx.Graph
+    parts: tuple[Part, Part]
+    begins: str
+
+    @staticmethod
+    def of(module: fx.GraphModule, place: fx.Node) -> Split:
+        return Split(module.graph, split_in_front_of(module, place), source_line(place))
+
+    def inputs_of(self, part: Part, inputs: Sequence[Any]) -> list[Any]:
+        """What a part is traced with."""
+        given = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        return [given[node] if node in given else stand_in(node) for node in part.given]
+
+    def run_by(self, runs: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+        """What is called with the inputs of the graph, and returns its results."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        output = self.graph.output_node().args[0]
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            values = dict(zip(placeholders, arguments, strict=True))
+            for part, compiled in zip(self.parts, runs, strict=True):
+                values.update(zip(part.results, compiled(*(values[node] for node in part.given)), strict=True))
+            return tuple(values[item] if isinstance(item, fx.Node) else item for item in output)  # type: ignore[union-attr]
+
+        return run
+
+
+class Splittable(ABC):
+    """A compilation that may become that of two parts, or is that of one of them.
+
+    `begins` is the line that a second part begins with. `inputs_are_own` says that no other rank has a part of the inputs. Where
+    the graph as it stood takes less memory than its loops, its halves are `standing`.
+    """
+
+    module: fx.GraphModule
+    options: Options
+    facts: list[Facts]
+    standing: Halves | None
+    tell: Callable[[Facts, Options], None]
+    parts: Sequence[Splittable] = ()
+    may_split, is_part, inputs_are_own = True, False, False
+    begins = ""
+
+    @abstractmethod
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]: ...
+
+    @abstractmethod
+    def part_of(self, module: fx.GraphModule) -> Splittable:
+        """A compilation of a part of the graph, with facts of its own."""
+
+    def in_parts(self, inputs: Sequence[Any], found: TwoSequences) -> Callable[..., Any] | None:
+        """The graph as two graphs, where they take less memory than it takes as one; None where they do not, or cannot be two."""
+        split = Split.of(self.module, found.place)
+        parts = [self.part_of(part.module) for part in split.parts]
+        for part, begins in zip(parts, (self.begins, split.begins), strict=True):
+            part.is_part, part.begins = True, begins
+        parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
+        try:
+            runs = [part.compile(split.inputs_of(own, inputs)) for part, own in zip(parts, split.parts, strict=True)]
+        except (NotStreamed, WritesToInputs) as error:
+            log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
+            return None
+        costs = [cost for part in parts for cost in part.costs()]
+        peak = peak_of_calls(*zip(*costs, strict=True))
+        log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
+        if GAIN * peak > found.peak:
+            return None
+        self.take(parts)
+        return split.run_by(runs)
+
+    def take(self, parts: Sequence[Splittable]) -> None:
+        """Run two parts instead of the graph."""
+        self.parts = parts
+        for facts in (facts for part in parts for facts in part.facts):
+            self.keep(facts)
+
+    def keep(self, facts: Facts) -> None:
+        """Keep and log the facts of a graph that runs; of a part nobody hears unless it is taken."""
+        self.facts.append(facts)
+        if not self.is_part:
+            log_brief(facts)
+            if facts.joint.tangents and facts.fits is None:
+                self.tell(facts, self.options)
+
+    def costs(self) -> list[tuple[Cost, int]]:
+        """What a step through each graph takes that this one became, and bytes of the gradients of its parameters."""
+        if self.parts:
+            return [cost for part in self.parts for cost in part.costs()]
+        return [(self.cost_of(self.facts[-1]), bytes_of_parameters(self.facts[-1].joint))]
+
+    def cost_of(self, facts: Facts) -> Cost:
+        """What a step through the graph takes, in loops or as it stood."""
+        return predicted(facts) if self.standing is None else cost_of(*self.standing, len(facts.joint.outputs))
+
+    def raise_if_two(self, in_loops: Facts) -> None:
+        """Raise `TwoSequences` if a graph, of which it is known how it is to run, may take less in two parts."""
+        place = self.place_to_split(in_loops)
+        if place is not None and is_compared(peak := self.cost_of(in_loops).peak):
+            raise TwoSequences(place, peak)
+
+    def place_to_split(self, facts: Facts) -> fx.Node | None:
+        """Where the graph is better split in two. Within a budget it is not, and not where ranks have to agree."""
+        asks = self.options.memory_budget is not None or self.options.adjoints != "exact"
+        if not self.may_split or asks or facts.program is None or facts.program.backward is None or not self.inputs_are_own:
+            return None
+        return attempted(lambda: where_to_split(facts, self.module.graph, predicted(facts).peak), None, NOT_SPLIT, strict=False)
+
+    def check_strict(self, facts: Facts) -> None:
+        """Raise where something runs whole and `strict=True`, unless it may stream in two parts."""
+        if self.options.strict and self.place_to_split(facts) is None:
+            check_strict(facts, self.options)
+
+    def check_writes(self, joint: fx.Graph | None = None) -> None:
+        """Refuse a part that writes to what it is given: the other part may have saved it for its backward half."""
+        if self.is_part and (may_write_to_inputs() if joint is None else mutated_inputs(joint) != []):
+            raise WritesToInputs

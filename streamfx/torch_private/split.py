@@ -1,0 +1,132 @@
+"""Splits a graph of Dynamo in two, as DDPOptimizer of torch does between its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST
+from streamfx.torch_private.vmapped import ENTER_VMAP, LEAVE_VMAP, LOAD
+
+VALUE = "example_value"  # in the `meta` of a node of Dynamo's: what stands for its result
+SET_GRAD: Any = torch._C._set_grad_enabled
+COMPUTES = ("call_function", "call_method", "call_module")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some operators of a graph as a graph of their own: the nodes that it takes, and those that it returns, in order."""
+
+    module: fx.GraphModule
+    given: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
+def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Operators in front of which no context is open, and gradients are recorded as at the beginning (2.11, 2.13).
+
+    A statement that nothing is known about may open a context, so there are no places behind it. What writes to a tensor has
+    no value either, and leaves no context behind.
+    """
+    depth, records = 0, True
+    for node in graph.nodes:
+        if node.op not in COMPUTES:
+            continue
+        if not depth and records:
+            yield node
+        if node.target in (ENTER_AUTOCAST, ENTER_VMAP):
+            depth += 1
+        elif node.target in (EXIT_AUTOCAST, LEAVE_VMAP):
+            depth -= 1
+        elif node.target is SET_GRAD:
+            records = node.args[0] is True
+        elif VALUE not in node.meta and node.target is not LOAD and not writes(node):
+            return
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node is `x[i] = y`."""
+    return getattr(node.target, "__name__", node.target) in ("setitem", "__setitem__")
+
+
+def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[Part, Part]:
+    """The operators before a place, and those from it on; gives what the second part is given of the first as its results."""
+    nodes = list(module.graph.nodes)
+    first, second = nodes[: nodes.index(place)], nodes[nodes.index(place) :]
+    return _part(module, first), _part(module, second)
+
+
+def crossing(graph: fx.Graph, place: fx.Node) -> list[fx.Node]:
+    """What operators in front of a place compute, and others read."""
+    nodes = list(graph.nodes)
+    before = nodes[: nodes.index(place)]
+    inside = set(before)
+    read = (node for node in before if any(user.op != "output" and user not in inside for user in node.users))
+    return [node for node in read if node.op in COMPUTES]
+
+
+def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Part:
+    inside = {node for node in nodes if node.op in COMPUTES}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    read = [node for node in module.graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
+    given = _with_symbols(module.graph, [node for node in read if node.op != "get_attr"])
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+        copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+    for node in read:
+        if node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+    for node in nodes:
+        if node in inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = tuple(node for node in nodes if node in inside and any(user not in inside for user in node.users))
+    graph.output(tuple(copies[node] for node in results))
+    part = fx.GraphModule(module, graph)
+    part.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(module, name):
+            setattr(part, name, getattr(module, name))
+    return Part(part, tuple(given), results)
+
+
+def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:
+    """What is given, behind the sizes that Dynamo's graph is given: a size of what is given may be an expression of them."""
+    sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt)]
+    return [*sizes, *(node for node in given if node not in sizes)]
+
+
+def stand_in(node: fx.Node) -> Any:
+    """What a part is traced with for a value that the other part computes."""
+    value = node.meta[VALUE]
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def is_handed_on(node: fx.Node) -> bool:
+    """Whether a graph can be given a value: a plain tensor, or a number, whose sizes are known before anything runs."""
+    value = node.meta.get(VALUE)
+    if isinstance(value, Tensor):
+        is_plain = value.layout is torch.strided and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
+        return is_plain and all(map(_is_known, value.shape))
+    return isinstance(value, (int, torch.SymInt)) and _is_known(value)
+
+
+def _is_known(size: Any) -> bool:
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
+
+
+def names_in_dynamo(node: fx.Node) -> list[str]:
+    """Names of the nodes of Dynamo's graph that a node of AOTAutograd's comes from; they are told for people (2.11, 2.13)."""
+    return [source.name for source in node.meta.get("from_node") or ()]
+
+
+def may_write_to_inputs() -> bool:
+    """Whether the graph that is being compiled writes to what it is given, or it is not known (2.11, 2.13)."""
+    metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    if metadata is None:
+        return True
+    return any(item.mutates_data or item.mutates_metadata or item.mutates_storage_metadata for item in metadata.input_info)
