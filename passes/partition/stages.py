@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, Form
 from streamfx.ir.joint import ancestors, is_tensor, node_argument
 from streamfx.ir.signature import Letter, Window
@@ -286,7 +287,7 @@ class _Cutter:
         """The backward half in `count` stretches, the last stage's first in program order."""
         if self.last:
             made = {node: stage_of[node] for node in stage_of if node not in kept and self.is_streamed(node)}
-            self.backward = in_front(self.backward, made, count - 1)
+            self.backward = self.sums_early(in_front(self.backward, made, count - 1))
         position = {node: i for i, node in enumerate(self.backward)}
         used: list[list[int]] = [[] for _ in range(count)]
         for node in self.backward:
@@ -306,6 +307,17 @@ class _Cutter:
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 
+    def sums_early(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The operators in order, but each that puts sums over rows together right behind them: one is kept, and not all."""
+        place: dict[fx.Node, int] = {}
+        sums = {node for node in nodes if self.demand.form(node) is Form.SUM}
+        for i, node in enumerate(nodes):
+            own = node.all_input_nodes
+            adds = len(own) > 1 and all(it in place and it in sums for it in own)
+            place[node] = max(place[it] for it in own) if adds else i
+            sums.update([node] if adds else [])
+        return sorted(nodes, key=place.__getitem__)
+
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Values of a backward stretch that later stretches or the caller use."""
         gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
@@ -314,6 +326,12 @@ class _Cutter:
             for node in nodes
             if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
         ]
+
+
+def _makes_less(node: fx.Node, driven: Collection[fx.Node]) -> bool:
+    """Whether a product takes fewer bytes than what it takes of some values."""
+    taken = max((bytes_like(source.meta.get("val")) for source in node.all_input_nodes if source in driven), default=0)
+    return is_tensor(node) and bytes_like(node.meta["val"]) < taken
 
 
 def beside_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -352,7 +370,8 @@ def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -
     """The backward half with all in front that undoes the last stage; `made` says in which stage a value is made.
 
     A model that is called twice goes back through all layers of one call before it comes to the head of the other. Products that
-    nothing of the last stage is put to after them are an earlier stage's. So is what is made for these alone of nothing that the
+    nothing of the last stage is put to after them are an earlier stage's, but for those that make less of what the last stage
+    drives: a head's, whose gradients of logits would be kept whole. So is what is made for these alone of nothing that the
     last stage made, and what shows a value to these in another shape or among zeros: the gradient of a state behind the last row
     would be as long as all rows.
     """
@@ -363,7 +382,7 @@ def in_front(nodes: Sequence[fx.Node], made: Mapping[fx.Node, int], last: int) -
     for node in nodes:
         if node in needed or any(source in driven for source in node.all_input_nodes):
             driven.add(node)
-        is_another = is_expensive(node) and node not in needed
+        is_another = is_expensive(node) and node not in needed and not _makes_less(node, driven)
         if is_another or any(source in behind or made.get(source, last) < last for source in node.all_input_nodes):
             behind.add(node)
     shown = set[fx.Node]()
