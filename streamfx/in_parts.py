@@ -112,7 +112,7 @@ class Splittable(ABC):
         costs = [cost for part in parts for cost in part.costs()]
         peak = peak_of_calls(*zip(*costs, strict=True))
         log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
-        if GAIN * peak > found.peak:
+        if (1.0 if self.options.strict else GAIN) * peak > found.peak:
             return None
         self.take(parts)
         return split.run_by(runs)

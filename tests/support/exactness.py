@@ -181,8 +181,9 @@ def assert_small(found: Mapping[str, float], tolerance: float, what: str) -> Non
 
 @dataclass
 class Recorded(Compilation):
-    """A compilation that keeps the joint graph and the values it was first run with."""
+    """A compilation that keeps the joint graph, which is one, and the values it was first run with."""
 
+    may_split = False
     joint: fx.GraphModule | None = None
     joint_arguments: tuple[int, int, tuple[int, ...]] = (0, 0, ())
     primals: list[Any] | None = None

@@ -1,0 +1,326 @@
+"""Graphs that work on two sequences, one after the other, run as two graphs: exact at any place, and with less memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+import streamfx
+import streamfx.in_parts
+from streamfx.backend import Compilation
+from streamfx.ir.facts import Facts
+from streamfx.options import resolved
+from streamfx.torch_private.split import crossing, is_handed_on, places_to_split, split_in_front_of
+from tests.support.exactness import TOLERANCE, assert_small, errors, outcome
+from tests.support.peaks import however_small, peaks
+
+WIDTH, HEADS, WORDS = 16, 2, 40
+Call = Callable[[nn.Module], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.kv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        rows = self.norm(x)
+        keys, values = self.kv(rows if memory is None else memory).chunk(2, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q(rows), keys, values))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(-2)
+        return x + self.out(x)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder that share an embedding, which is the head, too."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(layers))
+        self.decoder = nn.ModuleList(Block() for _ in range(2 * layers))
+
+    def encoded(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.encoder:
+            x = block(x)
+        return x
+
+    def decoded(self, memory: Tensor, labels: Tensor) -> Tensor:
+        y = self.embed(labels)
+        for i, block in enumerate(self.decoder):
+            y = block(y, memory) if i % 2 else block(y, is_causal=True)
+        return y
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        memory = self.encoded(ids)
+        logits = self.decoded(memory, labels) @ self.embed.weight.T
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), memory
+
+
+class InAutocast(Translator):
+    """A decoder that computes in another type, and an encoder of which a part is not trained."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            first = self.embed(ids).mean(1, keepdim=True)
+        memory = self.encoded(ids) + first
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            y = self.decoded(memory, labels)
+        return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten()), memory.detach()
+
+
+class Counts(Translator):
+    """Writes to a buffer in the encoder, and to the encoder's result in the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        memory = self.encoded(ids)
+        self.seen += ids.numel()
+        scaled = memory + 1
+        y = self.decoded(memory, labels) + scaled.mean(1, keepdim=True)
+        scaled.mul_(3)
+        return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten()) + scaled.mean(), scaled
+
+
+def batch(source: int = 24, target: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(0, WORDS, (2, length), generator=generator) for length in (source, target))  # type: ignore[return-value]
+
+
+@contextmanager
+def split_at(choose: Callable[[list[fx.Node]], fx.Node | None]) -> Iterator[list[str]]:
+    """Split each graph of a training step once, in front of a chosen node, whatever that saves."""
+    chosen: list[str] = []
+
+    def where(facts: Facts, graph: fx.Graph, peak: int) -> fx.Node | None:
+        if chosen:
+            return None
+        places = [node for node in places_to_split(graph) if all(map(is_handed_on, crossing(graph, node)))]
+        place = choose(places[1:])  # in front of the first operator there is no part
+        chosen.extend([] if place is None else [place.name])
+        return place
+
+    patched = mock.patch.multiple(streamfx.in_parts, where_to_split=where, GAIN=0.0)
+    with however_small(), patched:
+        yield chosen
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="streambp", options={"bodies": "eager", "chunk_size": 5, **options})
+
+
+def assert_exact(model: nn.Module, inputs: Any, run: Any = None, tolerance: float = TOLERANCE) -> None:
+    truth = outcome(model, model, inputs)
+    assert_small(errors(outcome(compiled(model) if run is None else run, model, inputs), truth), tolerance, type(model).__name__)
+
+
+@pytest.mark.parametrize("make", [Translator, InAutocast, Counts])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_place_is_exact(make: type[nn.Module], seed: int) -> None:
+    torch.manual_seed(seed)
+    model = make().double()
+    with split_at(random.Random(seed).choice) as chosen:
+        assert_exact(model, batch())
+    assert chosen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [Translator, InAutocast, Counts])
+@pytest.mark.parametrize("seed", range(4, 40))
+def test_any_place_is_exact_of_many(make: type[nn.Module], seed: int) -> None:
+    test_any_place_is_exact(make, seed)
+
+
+def traced(model: nn.Module, *inputs: Any) -> fx.GraphModule:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*inputs)
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+def test_no_place_is_inside_of_a_context() -> None:
+    """Of autocast, of `no_grad`, and of `vmap`."""
+
+    def function(x: Tensor) -> Tensor:
+        a = x.sin()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            b = a @ a
+            c = b.cos()
+        with torch.no_grad():
+            d = c.tan()
+        e = torch.vmap(lambda row: row.exp())(d + a)
+        return e.sinh()
+
+    graph = traced(function, torch.randn(3, 3, requires_grad=True)).graph  # type: ignore[arg-type]
+    names = {getattr(node.target, "__name__", node.target) for node in places_to_split(graph)}
+    assert {"sin", "sinh"} <= names and names.isdisjoint({"matmul", "cos", "tan", "exp"}), names
+
+
+def test_what_nobody_knows_about_has_no_place_behind_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    known = graph.call_function(torch.sin, (x,))
+    unknown = graph.call_function(torch._C._set_deterministic_algorithms, (True,))
+    last = graph.call_function(torch.cos, (known,))
+    graph.output((last,))
+    for node in (x, known, last):
+        node.meta["example_value"] = torch.ones(2)
+    assert list(places_to_split(graph)) == [known, unknown]
+
+
+def test_parts_take_the_sizes_that_dynamo_gives() -> None:
+    ids, labels = batch()
+    torch._dynamo.mark_dynamic(ids, 1)
+    module = traced(Translator(), ids, labels)
+    place = next(node for node in reversed(list(places_to_split(module.graph))))
+    sizes = [node for node in module.graph.find_nodes(op="placeholder") if isinstance(node.meta["example_value"], torch.SymInt)]
+    assert sizes and all(set(sizes) <= set(part.given) for part in split_in_front_of(module, place))
+
+
+def test_a_part_that_writes_to_what_it_is_given_is_none() -> None:
+    """The first part may have saved it for its backward half."""
+    model = Counts().double()
+    found: list[Any] = []
+    plain = streamfx.in_parts.Splittable.in_parts
+
+    def in_parts(self: Any, inputs: Any, two: Any) -> Any:
+        found.append(plain(self, inputs, two))
+        return found[-1]
+
+    before_write = lambda places: next(node for node in reversed(places) if node.target in ("mul_",))  # noqa: E731
+    with split_at(before_write), mock.patch.object(streamfx.in_parts.Splittable, "in_parts", in_parts):
+        assert_exact(model, batch())
+    assert found == [None]
+
+
+# -- where it is split, and what that saves
+
+
+def bart() -> nn.Module:
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 2)
+    widths = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    return BartForConditionalGeneration(BartConfig(vocab_size=WORDS, dropout=0.0, **sizes, **widths))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+
+
+@pytest.mark.parametrize(("make", "lengths"), [(bart, (64, 128)), (bart, (256, 128)), (t5, (256, 128))])
+def test_encoders_and_decoders_stream_each_along_its_own_rows(make: Callable[[], nn.Module], lengths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    ids, labels = batch(*lengths)
+
+    def loss_of(run: Any) -> Tensor:
+        loss: Tensor = run(input_ids=ids, labels=labels).loss
+        return loss
+
+    with however_small():
+        found = streamfx.explain(model, input_ids=ids, labels=labels)
+        assert_exact(model, {"input_ids": ids, "labels": labels}, compiled(model, chunk_size=20))
+    assert found.summary()["sequence"] == list(lengths) and len(found.summary()["splits"]) == 1
+    assert "split where another sequence begins" in str(found)
+    split = peaks(model, loss_of)
+    with mock.patch.object(Compilation, "may_split", False):
+        whole = peaks(model, loss_of)
+    assert 1.1 * split.ours < min(whole.ours, *whole.others)
+    assert abs(found.summary()["peak_bytes"] - split.ours) <= 0.05 * split.ours
+
+
+def test_decoders_alone_are_not_split() -> None:
+    with however_small(), mock.patch.object(streamfx.in_parts.Splittable, "in_parts") as tried:
+        found = streamfx.explain(Stacked(), batch(64)[0])
+    assert not tried.called and found.summary()["graphs"] == 1 and not found.summary()["splits"]
+
+
+class Stacked(Translator):
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.embed(ids)
+        for block in self.decoder:
+            y = block(y, is_causal=True)
+        return F.cross_entropy((y @ self.embed.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_what_saves_too_little_is_run_in_one_part() -> None:
+    model, inputs = Translator().double(), batch(96, 24)
+    with however_small(), mock.patch.object(streamfx.in_parts, "GAIN", 1e9):
+        found = streamfx.explain(model, *inputs)
+        assert_exact(model, inputs)
+    assert found.summary()["graphs"] == 1 and not found.summary()["splits"]
+
+
+def test_strict_and_a_budget() -> None:
+    """What runs whole in one graph may stream in two; a budget is kept by one plan, of one graph."""
+    model, inputs = Translator().double(), batch(96, 24)
+    with however_small():
+        assert_exact(model, inputs, compiled(model, strict=True))
+        found = streamfx.explain(model, *inputs, memory_budget="1 GiB")
+    assert not found.summary()["splits"]
+    with pytest.raises(streamfx.NotStreamed), mock.patch.object(Compilation, "may_split", False):
+        compiled(model, strict=True)(*inputs)
+
+
+@pytest.mark.parametrize("frozen", ["encoder", "embed", "decoder"])
+def test_parts_that_are_not_trained(frozen: str) -> None:
+    model, inputs = Translator().double(), batch(96, 24)
+    getattr(model, frozen).requires_grad_(False)
+    with however_small():
+        assert_exact(model, inputs)
+
+
+def test_lengths_that_change() -> None:
+    model = Translator().double()
+    with however_small():
+        run = compiled(model)
+        for lengths in ((48, 12), (52, 17), (70, 30), (31, 60)):
+            assert_exact(model, batch(*lengths), run)
+
+
+def test_a_second_backward_pass_raises_as_in_eager() -> None:
+    model, inputs = Translator().double(), batch(96, 24)
+    with however_small():
+        loss = compiled(model)(*inputs)[0]
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_deferred_outputs_of_the_second_part() -> None:
+    """Logits are computed when they are touched; what the second part reads is no such output."""
+
+    class WithLogits(Translator):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            memory = self.encoded(ids)
+            logits = self.decoded(memory, labels) @ self.embed.weight.T
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits, memory
+
+    model, inputs = WithLogits().double(), batch(96, 24)
+    with however_small():
+        loss, logits, memory = compiled(model)(*inputs)
+    assert type(memory) is Tensor and type(logits) is not Tensor
+    truth = model(*inputs)
+    assert all(torch.allclose(made, wanted) for made, wanted in zip((loss, logits, memory), truth, strict=True))
+    assert resolved(None).outputs != "dense"
