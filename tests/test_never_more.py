@@ -17,7 +17,7 @@ from streamfx.ir.joint import joint_graph
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.never_more import of_random_decoder
 from tests.support.exactness import gradient_errors, outcome, recorder
-from tests.support.peaks import TOLERATED, however_small, peaks
+from tests.support.peaks import TOLERATED, RealMeter, however_small, peaks
 from tests.support.spread import only
 
 Loss = Callable[[Any], Tensor]
@@ -126,6 +126,17 @@ def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
         truth, found = outcome(model, model, (ids,)), outcome(compiled, model, (ids,))
         assert max(gradient_errors(found.gradients, truth.gradients).values()) < 1e-12
     assert [facts.stands is not None for facts in backend.facts] in ([True, True], [True, True, False])
+
+
+def test_deferred_outputs_count_once_they_are_made() -> None:
+    """What stands for them until then has no memory; what is made inside of them has."""
+    ids = torch.randint(0, 300, (1, 100))
+    compiled = torch.compile(nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300)), backend="streambp")
+    with RealMeter() as meter:
+        logits = compiled(ids)
+        assert meter.live < logits.nbytes
+        logits.flatten(0, 1).sum()
+        assert logits.nbytes < meter.live < 2 * logits.nbytes
 
 
 def test_evaluation_runs_the_smaller_forward_half() -> None:
