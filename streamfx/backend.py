@@ -68,8 +68,6 @@ from streamfx.torch_private.sizes import FirstProxyOfSymbol, pair_dimensions
 from streamfx.zero_3 import refuse_partitioned
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
-
-
 PARTLY_ON_META = (
     "a graph runs as in eager, without streaming: some of its inputs are on the meta device and others are not, and AOTAutograd "
     "cannot trace it (%s). Move all inputs to one device."
@@ -353,15 +351,16 @@ class Compilation:
         return facts
 
     def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """The facts as `traced`, and the halves to run, where the graph as it stood takes less memory than its loops."""
-        ours = predicted(facts).peak
+        """The facts as `traced`, where it takes less memory than its loops as it stood, and the halves to run for the least."""
+        ours = None if facts.program is None else predicted(facts)
         piece = smaller_than(ours, facts, traced.joint, ways)
         if piece is None:
             return facts
-        self.standing, trains = piece.halves, piece.halves[1] is not None
-        compiled = trains and uses_inductor(self.options, facts.joint.graph) and piece.peak + self.deferred_bytes() <= ours
-        why = why_smaller(ours, piece.peak)
-        return replace(traced, stands=why, fits="compiled" if compiled else None, lengths=piece.lengths)
+        self.standing, trains, peak = piece.halves, piece.halves[1] is not None, piece.cost.peak
+        if ours is None:
+            return replace(facts, lengths=piece.lengths)
+        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= ours.peak
+        return replace(traced, stands=why_smaller(ours.peak, peak), fits="compiled" if compiled else None, lengths=piece.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""

@@ -91,10 +91,54 @@ def checkpoints() -> tuple[nn.Module, Loss]:
     return Checkpoints(), lambda model: model(x)
 
 
-PROGRAMS = (linear, multilayer, checkpoints, convolutions, decoder, wide_head)
+class Solution(nn.Module):
+    """Nothing of it can stream: a system of equations has no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 100))
+
+    def forward(self) -> Tensor:
+        return torch.linalg.solve(self.w, self.u.sin().sin().sin().sin()).square().sum()
 
 
-@pytest.mark.parametrize("make", only(PROGRAMS[:3], PROGRAMS), ids=lambda make: make.__name__)
+def no_sequence() -> tuple[nn.Module, Loss]:
+    return Solution(), lambda model: model()
+
+
+breaks_the_graph: Callable[[], None] = torch._dynamo.disable(lambda: None)
+
+
+class Experts(nn.Module):
+    """Graphs whose halves have equal peaks, and of which each runs while what the others keep is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(32, 96, bias=False),
+            nn.Linear(32, 96, bias=False),
+            nn.Linear(96, 32, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.expert(x)
+        return x.sum()
+
+    def expert(self, x: Tensor) -> Tensor:
+        breaks_the_graph()
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def experts() -> tuple[nn.Module, Loss]:
+    x = torch.randn(20, 32)
+    return Experts(), lambda model: model(x)
+
+
+PROGRAMS = (linear, multilayer, checkpoints, no_sequence, experts, convolutions, decoder, wide_head)
+
+
+@pytest.mark.parametrize("make", only(PROGRAMS[:5], PROGRAMS), ids=lambda make: make.__name__)
 def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
     torch.manual_seed(0)
     model, loss = make()
@@ -137,6 +181,28 @@ def test_deferred_outputs_count_once_they_are_made() -> None:
         assert meter.live < logits.nbytes
         logits.flatten(0, 1).sum()
         assert logits.nbytes < meter.live < 2 * logits.nbytes
+
+
+class Parts(nn.Module):
+    """Parts of any length, which add up to all: no call has more in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        parts = x.split(sizes)
+        return torch.cat([head(part) for head, part in zip(self.heads, parts, strict=True)]).square().sum()
+
+
+def test_lengths_that_no_call_exceeds() -> None:
+    model, backend = Parts(), recorder(bodies="eager")
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    x = torch.randn(12, 10, 16)
+    torch._dynamo.mark_static(x)
+    for sizes in ([4, 5, 3], [6, 2, 4]):
+        compiled(x, sizes).backward()
+    assert [facts.stands is not None for facts in backend.facts] == [True]
 
 
 def test_evaluation_runs_the_smaller_forward_half() -> None:
