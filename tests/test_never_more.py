@@ -17,7 +17,7 @@ from streamfx.ir.joint import joint_graph
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.never_more import of_random_decoder
 from tests.support.exactness import gradient_errors, outcome, recorder
-from tests.support.peaks import TOLERATED, RealMeter, however_small, peaks
+from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
 from tests.support.spread import only
 
 Loss = Callable[[Any], Tensor]
@@ -181,6 +181,32 @@ def test_deferred_outputs_count_once_they_are_made() -> None:
         assert meter.live < logits.nbytes
         logits.flatten(0, 1).sum()
         assert logits.nbytes < meter.live < 2 * logits.nbytes
+
+
+class Packed(nn.Module):
+    """Attention within documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(30, 64), nn.Linear(64, 192), nn.Linear(64, 30)
+
+    def forward(self, ids: Tensor, documents: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        mixed = F.scaled_dot_product_attention(q, k, v, torch.zeros(seen.shape).masked_fill(~seen, float("-inf")))
+        return F.cross_entropy(self.head(x + mixed.transpose(1, 2).flatten(-2)).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("lengths", [(128,), (100, 28), (20, 90, 18), (3, 122, 3), (32, 32, 32, 32)], ids=str)
+def test_no_documents_take_more_than_was_predicted(lengths: tuple[int, ...]) -> None:
+    """What rows see is cut into pieces: the gradients of one are there beside the sums over all."""
+    ids, options = torch.randint(0, 30, (1, 128)), {"chunk_size": 32, "loss_chunk_size": 8}
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    model = Packed()
+    predicted = streamfx.explain(model, ids, documents, **options).summary()["peak_bytes"]
+    real = peak(model, lambda compiled: compiled(ids, documents), "streambp", options={"bodies": "eager", **options})
+    assert real <= TOLERATED * predicted
 
 
 class Parts(nn.Module):

@@ -114,4 +114,12 @@ ROWS = (
         "        if True:\n",
         ("test_never_more.py::test_deferred_outputs_count_once_they_are_made",),
     ),
+    Mutation(
+        "plans",
+        "a mask that only data will tell is one piece",
+        "streamfx/runtime/attention.py",
+        "is_open = isinstance(query, FakeTensor)",
+        "is_open = False and isinstance(query, FakeTensor)",
+        ("test_never_more.py::test_no_documents_take_more_than_was_predicted",),
+    ),
 )
