@@ -183,6 +183,31 @@ def test_deferred_outputs_count_once_they_are_made() -> None:
         assert logits.nbytes < meter.live < 2 * logits.nbytes
 
 
+@torch.library.custom_op("streamfx_tests::by_columns", mutates_args=())
+def by_columns(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+@by_columns.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * by_columns(x).view(-1)).sum()
+
+
+def test_what_lies_otherwise_than_it_was_traced_is_measured() -> None:
+    x = torch.randn(10, 20)
+    found = peaks(Columns(), lambda model: model(x))
+    assert min(found.others) >= 2 * x.nbytes and found.ratio <= TOLERATED
+
+
 class Packed(nn.Module):
     """Attention within documents."""
 
