@@ -21,7 +21,6 @@ from streamfx.attempts import (
     NOT_COMPARED,
     NOT_DEFERRED,
     NOT_LOOKED_AT,
-    NOT_SPLIT,
     attempted,
     not_streamed,
     told_of_meta,
@@ -66,7 +65,6 @@ from streamfx.torch_private import (
     default_partition,
     given_positions,
     is_held_by_model,
-    is_sharded,
     keep_saved_tensors,
     min_cut_rematerialization_partition,
     mutated_inputs,
@@ -164,11 +162,7 @@ class Compilation(Splittable):
         except FitsWhole:
             return self._compile_whole(inputs)
         except TwoSequences as found:
-            run = attempted(partial(self.in_parts, inputs, found), None, NOT_SPLIT, strict=False)
-            if run is not None:
-                return run
-            self.may_split = False
-            return self.compile(inputs)
+            return self.in_parts_or_whole(inputs, found)
         except RuntimeError as error:
             if self.options.strict or not told_of_meta(inputs, error):
                 raise
@@ -224,10 +218,6 @@ class Compilation(Splittable):
     def part_of(self, module: fx.GraphModule) -> Compilation:
         """For a part of the graph: nobody hears of it unless it is taken."""
         return Compilation(module, self.options, exchange=self.exchange)
-
-    def is_alone(self, inputs: list[Any]) -> bool:
-        """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
-        return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
     def deferral(self) -> Deferral | None:
         """The graph without its outputs that are large and cheap to rebuild, where it has any."""
@@ -359,15 +349,16 @@ class Compilation(Splittable):
         return facts
 
     def unless_smaller(self, facts: Facts, traced: Facts, ways: Sequence[Callable[[], Halves]]) -> Facts:
-        """The facts as `traced`, and the halves to run, where the graph as it stood takes less memory than its loops."""
-        ours = predicted(facts).peak
+        """The facts as `traced`, where it takes less memory than its loops as it stood, and the halves to run for the least."""
+        ours = None if facts.program is None else predicted(facts)
         piece = smaller_than(ours, facts, traced.joint, ways)
         if piece is None:
             return facts
-        self.standing, trains = piece.halves, piece.halves[1] is not None
-        compiled = trains and uses_inductor(self.options, facts.joint.graph) and piece.peak + self.deferred_bytes() <= ours
-        why = why_smaller(ours, piece.peak)
-        return replace(traced, stands=why, fits="compiled" if compiled else None, lengths=piece.lengths)
+        self.standing, trains, peak = piece.halves, piece.halves[1] is not None, piece.cost.peak
+        if ours is None:
+            return replace(facts, lengths=piece.lengths)
+        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= ours.peak
+        return replace(traced, stands=why_smaller(ours.peak, peak), fits="compiled" if compiled else None, lengths=piece.lengths)
 
     def found_by_passes(self, capture: Callable[[], Facts]) -> Facts:
         """What the passes make of a graph; a refusal of `strict=True` is raised where other ranks still hear of it."""

@@ -20,11 +20,12 @@ from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
 from streamfx.log import log
 from streamfx.options import Options
+from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.in_one_piece import Halves, is_compared
 from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.report.brief import log_brief, predicted
 from streamfx.report.reasons import check_strict
-from streamfx.torch_private import mutated_inputs
+from streamfx.torch_private import is_sharded, mutated_inputs
 from streamfx.torch_private.lines import source_line
 from streamfx.torch_private.split import Part, may_write_to_inputs, split_in_front_of, stand_in
 
@@ -96,6 +97,18 @@ class Splittable(ABC):
     @abstractmethod
     def part_of(self, module: fx.GraphModule) -> Splittable:
         """A compilation of a part of the graph, with facts of its own."""
+
+    def is_alone(self, inputs: Sequence[Any]) -> bool:
+        """Whether no other rank takes part: it would be waited for where somebody touches a deferred output."""
+        return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
+
+    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequences) -> Callable[..., Any]:
+        """The graph in two parts, if they take less memory; else as one, compiled once more."""
+        run = attempted(lambda: self.in_parts(inputs, found), None, NOT_SPLIT, strict=False)
+        if run is not None:
+            return run
+        self.may_split = False
+        return self.compile(inputs)
 
     def in_parts(self, inputs: Sequence[Any], found: TwoSequences) -> Callable[..., Any] | None:
         """The graph as two graphs, where they take less memory than it takes as one; None where they do not, or cannot be two."""

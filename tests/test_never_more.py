@@ -17,7 +17,7 @@ from streamfx.ir.joint import joint_graph
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.never_more import of_random_decoder
 from tests.support.exactness import gradient_errors, outcome, recorder
-from tests.support.peaks import TOLERATED, however_small, peaks
+from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
 from tests.support.spread import only
 
 Loss = Callable[[Any], Tensor]
@@ -91,10 +91,54 @@ def checkpoints() -> tuple[nn.Module, Loss]:
     return Checkpoints(), lambda model: model(x)
 
 
-PROGRAMS = (linear, multilayer, checkpoints, convolutions, decoder, wide_head)
+class Solution(nn.Module):
+    """Nothing of it can stream: a system of equations has no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 100))
+
+    def forward(self) -> Tensor:
+        return torch.linalg.solve(self.w, self.u.sin().sin().sin().sin()).square().sum()
 
 
-@pytest.mark.parametrize("make", only(PROGRAMS[:3], PROGRAMS), ids=lambda make: make.__name__)
+def no_sequence() -> tuple[nn.Module, Loss]:
+    return Solution(), lambda model: model()
+
+
+breaks_the_graph: Callable[[], None] = torch._dynamo.disable(lambda: None)
+
+
+class Experts(nn.Module):
+    """Graphs whose halves have equal peaks, and of which each runs while what the others keep is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(32, 96, bias=False),
+            nn.Linear(32, 96, bias=False),
+            nn.Linear(96, 32, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.expert(x)
+        return x.sum()
+
+    def expert(self, x: Tensor) -> Tensor:
+        breaks_the_graph()
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def experts() -> tuple[nn.Module, Loss]:
+    x = torch.randn(20, 32)
+    return Experts(), lambda model: model(x)
+
+
+PROGRAMS = (linear, multilayer, checkpoints, no_sequence, experts, convolutions, decoder, wide_head)
+
+
+@pytest.mark.parametrize("make", only(PROGRAMS[:5], PROGRAMS), ids=lambda make: make.__name__)
 def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
     torch.manual_seed(0)
     model, loss = make()
@@ -126,6 +170,90 @@ def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
         truth, found = outcome(model, model, (ids,)), outcome(compiled, model, (ids,))
         assert max(gradient_errors(found.gradients, truth.gradients).values()) < 1e-12
     assert [facts.stands is not None for facts in backend.facts] in ([True, True], [True, True, False])
+
+
+def test_deferred_outputs_count_once_they_are_made() -> None:
+    """What stands for them until then has no memory; what is made inside of them has."""
+    ids = torch.randint(0, 300, (1, 100))
+    compiled = torch.compile(nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300)), backend="streambp")
+    with RealMeter() as meter:
+        logits = compiled(ids)
+        assert meter.live < logits.nbytes
+        logits.flatten(0, 1).sum()
+        assert logits.nbytes < meter.live < 2 * logits.nbytes
+
+
+@torch.library.custom_op("streamfx_tests::by_columns", mutates_args=())
+def by_columns(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+@by_columns.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * by_columns(x).view(-1)).sum()
+
+
+def test_what_lies_otherwise_than_it_was_traced_is_measured() -> None:
+    x = torch.randn(10, 20)
+    found = peaks(Columns(), lambda model: model(x))
+    assert min(found.others) >= 2 * x.nbytes and found.ratio <= TOLERATED
+
+
+class Packed(nn.Module):
+    """Attention within documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(30, 64), nn.Linear(64, 192), nn.Linear(64, 30)
+
+    def forward(self, ids: Tensor, documents: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        mixed = F.scaled_dot_product_attention(q, k, v, torch.zeros(seen.shape).masked_fill(~seen, float("-inf")))
+        return F.cross_entropy(self.head(x + mixed.transpose(1, 2).flatten(-2)).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("lengths", [(128,), (100, 28), (20, 90, 18), (3, 122, 3), (32, 32, 32, 32)], ids=str)
+def test_no_documents_take_more_than_was_predicted(lengths: tuple[int, ...]) -> None:
+    """What rows see is cut into pieces: the gradients of one are there beside the sums over all."""
+    ids, options = torch.randint(0, 30, (1, 128)), {"chunk_size": 32, "loss_chunk_size": 8}
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    model = Packed()
+    predicted = streamfx.explain(model, ids, documents, **options).summary()["peak_bytes"]
+    real = peak(model, lambda compiled: compiled(ids, documents), "streambp", options={"bodies": "eager", **options})
+    assert real <= TOLERATED * predicted
+
+
+class Parts(nn.Module):
+    """Parts of any length, which add up to all: no call has more in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        parts = x.split(sizes)
+        return torch.cat([head(part) for head, part in zip(self.heads, parts, strict=True)]).square().sum()
+
+
+def test_lengths_that_no_call_exceeds() -> None:
+    model, backend = Parts(), recorder(bodies="eager")
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    x = torch.randn(12, 10, 16)
+    torch._dynamo.mark_static(x)
+    for sizes in ([4, 5, 3], [6, 2, 4]):
+        compiled(x, sizes).backward()
+    assert [facts.stands is not None for facts in backend.facts] == [True]
 
 
 def test_evaluation_runs_the_smaller_forward_half() -> None:

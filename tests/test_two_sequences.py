@@ -83,6 +83,8 @@ class InAutocast(Translator):
 class Counts(Translator):
     """Writes to a buffer in the encoder, and to the encoder's result in the decoder."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))

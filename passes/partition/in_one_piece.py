@@ -16,9 +16,9 @@ from torch import fx
 
 from streamfx.attempts import NOT_LOOKED_AT, attempted
 from streamfx.budget import bytes_of
-from streamfx.cost.memory import bytes_of_values, cost_of
+from streamfx.cost.memory import Cost, bytes_of_values, cost_of
 from streamfx.errors import told
-from streamfx.ir.facts import Facts, known
+from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, descendants, device_of, outputs_of
 from streamfx.ir.lengths import Lengths
 from streamfx.log import log
@@ -32,6 +32,7 @@ from streamfx.passes.partition.fit import held_bytes
 Halves: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
 TOLERATED = 1.02  # of the bytes of a graph as it stood: so much its loops may take
 LEAST = 1 << 20  # bytes: what takes less is not compared, which would make each first step longer
+CLOSE = 1.2  # how near to the longest lengths for which it is smaller a search for them comes
 LEAVES_OPEN: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "loss_chunk_size", "save", "keep_every"), "auto"),
     "offload": "none",
@@ -43,10 +44,10 @@ LEAVES_OPEN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class InOnePiece:
-    """Halves of a graph as it stood, the bytes that a step has alive at most, and lengths for which they are smaller."""
+    """Halves of a graph as it stood, what a step through them costs, and lengths for which they are smaller."""
 
     halves: Halves
-    peak: int
+    cost: Cost
     lengths: Lengths | None = None
 
 
@@ -86,12 +87,11 @@ def fits_whole(
 
 
 def may_stand(facts: Facts, options: Options) -> bool:
-    """Whether loops may be given up for the graph as it stood: no option asks for them, no other rank has to agree, and values
-    take enough for a comparison.
+    """Whether what takes the least memory may run: no option asks for loops, no other rank has to agree, and values take enough
+    for a comparison.
     """
     asks = any(getattr(options, name) != value for name, value in LEAVES_OPEN.items())
-    is_ours = facts.program is not None and not asks and not has_collectives(facts.joint.graph)
-    return is_ours and bytes_of_values(facts.joint.nodes) >= LEAST
+    return not asks and not has_collectives(facts.joint.graph) and bytes_of_values(facts.joint.nodes) >= LEAST
 
 
 def is_compared(peak: int) -> bool:
@@ -99,29 +99,42 @@ def is_compared(peak: int) -> bool:
     return peak >= LEAST
 
 
-def smaller_than(ours: int, facts: Facts, traced: JointGraph, ways: Iterable[Callable[[], Halves]]) -> InOnePiece | None:
-    """Of a `traced` graph the smallest of some ways to run it in one piece, where it takes less than the `ours` bytes of its
-    loops, by more than is tolerated; None where none does, or none would in calls that are longer.
+def smaller_than(ours: Cost | None, facts: Facts, traced: JointGraph, ways: Iterable[Callable[[], Halves]]) -> InOnePiece | None:
+    """Of a `traced` graph the smallest of some ways to run it in one piece, where it takes less than its loops, which cost `ours`
+    (less than the first way, if there are no loops); None where it does not, or would not in calls that are longer.
     """
-    program, num_outputs = known(facts.program), len(facts.joint.outputs)
-    if not is_compared(ours) or bytes_at_least(traced) >= ours:
+    num_outputs, program = len(facts.joint.outputs), facts.program
+    if ours is not None and (not is_compared(ours.peak) or bytes_at_least(traced) >= ours.peak):
         return None
     found = [piece for make in ways if (piece := _simulated(make, num_outputs)) is not None]
-    piece = min(found, key=lambda piece: piece.peak, default=None)
-    if piece is None or piece.peak * TOLERATED >= ours:
+    least = min((piece.cost.peak for piece in found), default=0)
+    least_held = sorted((one for one in found if one.cost.peak <= TOLERATED * least), key=lambda one: one.cost.held)
+    if not found or not _is_less(least, least_held[0].cost, found[0].cost if ours is None else ours):
         return None
+    piece, others = least_held[0], found[0].halves if program is None else (program.forward, program.backward)
+    held: list[bool] = []
 
     def holds(lengths: Lengths) -> bool:
-        return cost_of(*piece.halves, num_outputs).peak <= cost_of(program.forward, program.backward, num_outputs).peak
+        held.append(cost_of(*piece.halves, num_outputs).peak <= TOLERATED * cost_of(*others, num_outputs).peak)
+        return held[-1]
 
-    lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, close=2)
+    lengths = Lengths.now(facts.joint.graph).furthest_beyond(holds, CLOSE)
+    if lengths is None and all(held):  # no call has more of each: parts of a split, say, that add up to a fixed number
+        lengths = Lengths({})
     return None if lengths is None else replace(piece, lengths=lengths)
+
+
+def _is_less(least: int, one: Cost, other: Cost) -> bool:
+    """Whether `least`, about the peak of one, is below that of another by more than is tolerated; or whether one has no higher
+    peak, and keeps less between its halves, when other graphs of a step run.
+    """
+    return least * TOLERATED < other.peak or (one.peak <= other.peak and one.held * TOLERATED < other.held)
 
 
 def _simulated(make: Callable[[], Halves], num_outputs: int) -> InOnePiece | None:
     try:
         halves = make()
-        return InOnePiece(halves, cost_of(*halves, num_outputs).peak)
+        return InOnePiece(halves, cost_of(*halves, num_outputs))
     except Exception as error:  # an operator that only a tracer can run
         log.info("not known what the graph takes as it stands: %s", told(error))
         return None

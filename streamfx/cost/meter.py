@@ -306,7 +306,8 @@ def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage, torch.device]]:
-    """With the device that a tensor says it is on, which that of a fake one's storage is not."""
+    """With the device that a tensor says it is on, which that of a fake one's storage is not. On the meta device is no memory."""
     for value in tensors_in(values):
-        storage = value.untyped_storage()
-        yield storage._cdata, storage, value.device
+        if value.device.type != "meta":
+            storage = value.untyped_storage()
+            yield storage._cdata, storage, value.device

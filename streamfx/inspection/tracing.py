@@ -20,7 +20,7 @@ from streamfx.capture import captured
 from streamfx.cost.memory import Cost, made_like
 from streamfx.cost.repeated import Repeat
 from streamfx.errors import NotTraced, OverBudget, one, told
-from streamfx.in_parts import Splittable
+from streamfx.in_parts import Splittable, TwoSequences
 from streamfx.inspection.all_layers import Few, of_all_layers
 from streamfx.inspection.alone import alone
 from streamfx.inspection.analysed import facts_of_all_layers
@@ -37,12 +37,7 @@ from streamfx.passes import run_analyses, run_pipeline
 from streamfx.report.products import show_product
 from streamfx.report.reasons import advice_on_break
 from streamfx.runtime.stagewise import Chain
-from streamfx.torch_private import (
-    default_partition,
-    mutated_inputs,
-    real_values,
-    while_traced,
-)
+from streamfx.torch_private import default_partition, mutated_inputs, real_values, while_traced
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     SWITCH_ON,
@@ -230,8 +225,8 @@ def _trace(
     if not call.graphs and is_switched_off():
         raise _not_traced(SWITCHED_OFF, SWITCH_ON)
     if not call.graphs:
-        found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks)
-        raise _not_traced(found or "no operator on tensors", "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
+        found = "; ".join(f"{item.reason} ({item.where})" for item in call.breaks) or "no operator on tensors"
+        raise _not_traced(found, "; ".join(dict.fromkeys(item.do for item in call.breaks if item.do)))
     return call
 
 
@@ -290,10 +285,10 @@ class _Watched(Quiet):
 
     def take(self, parts: Sequence[Splittable]) -> None:
         super().take(parts)
-        self.call.graphs.extend(graph for part in parts if isinstance(part, _Watched) for graph in part.call.graphs)
+        self.call.graphs += (graph for part in parts if isinstance(part, _Watched) for graph in part.call.graphs)
 
     def hand_over(self) -> None:
-        """Go on tracing: nothing is compiled."""
+        """Nothing is compiled."""
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         super().run_forward(module, inputs)
@@ -324,10 +319,8 @@ class _OfFew(_Watched):
         known = None if few is None else _each_time(partial(facts_of_all_layers, few, self.few))
         return run_pipeline(capture, self.options, show_product, known)
 
-    def place_to_split(self, facts: Facts) -> fx.Node | None:
-        if super().place_to_split(facts) is not None:
-            raise Unlike("a graph of two sequences")
-        return None
+    def in_parts_or_whole(self, inputs: list[Any], found: TwoSequences) -> Callable[..., Any]:
+        raise Unlike("a graph of two sequences")
 
     def analysed_few(self, capture: Callable[[], Facts]) -> Facts | None:
         """What analyses find in the graph of few layers; None where it has to be found in that of all."""
@@ -399,5 +392,5 @@ class _StandIn:
     def __call__(self, arguments: list[Any]) -> list[Any]:
         arguments.clear()
         self._call.calls.append(self._graph)
-        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in self._outputs]  # type: ignore[union-attr]
-        return [made_like(value) for value in values]
+        values = (item.meta["val"] if isinstance(item, fx.Node) else item for item in self._outputs)  # type: ignore[union-attr]
+        return list(map(made_like, values))

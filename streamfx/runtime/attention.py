@@ -11,7 +11,7 @@ after the other are one call, where a kernel takes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +20,23 @@ from streamfx.runtime import kernels
 from streamfx.runtime.mask_programs import Mask
 from streamfx.runtime.plain_attention import LAST, Last
 from streamfx.runtime.visible import Kind, Piece
+from streamfx.torch_private import FakeTensor
 
 Window = tuple["int | None", "int | None"]
 Bias = Callable[[], "Tensor | None"]
+Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
 class Seen(NamedTuple):
     """What rows see: pieces, and the mask [b h m n] of those that are mixed, with the window in it. `last` says the same of all
-    rows, where a kernel's own mask can that ends at the last row and key.
+    rows, where a kernel's own mask can that ends at the last row and key. `is_open`: while costs are predicted, one piece stands
+    for several, which data will tell.
     """
 
     pieces: Sequence[Piece]
     bias: Bias
     last: Last | None
+    is_open: bool = False
 
 
 def forward(
@@ -51,9 +55,12 @@ def forward(
     `mask` is added to the scores. Query i sees keys i + first + low .. i + first + high of `window` (low, high), None being
     unbounded; without a window it sees all. `finite_hides`: scores are small beside the huge negative numbers of a mask.
     """
-    pieces, bias, last = _seen(query, key, value, mask, first, window, scale, finite_hides)
+    pieces, bias, last, is_open = _seen(query, key, value, mask, first, window, scale, finite_hides)
     if _is_all(pieces, query, key):
-        return _forward(pieces[0], query, key, value, bias, last, scale)
+        whole = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_open else []  # beside a piece's own
+        made = _forward(pieces[0], query, key, value, bias, last, scale)
+        del whole
+        return made
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     for piece in pieces:
@@ -79,19 +86,27 @@ def backward(
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, and the chunk's part of those of the keys and values it sees."""
-    pieces, bias, last = _seen(query, key, value, mask, first, window, scale, finite_hides)
+    pieces, bias, last, is_open = _seen(query, key, value, mask, first, window, scale, finite_hides)
     if _is_all(pieces, query, key):
-        return _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
-    dq, dk, dv = (torch.zeros_like(item) for item in (query, key, value))
+        whole = [torch.empty_like(item) for item in (query, key, value)] if is_open else []  # beside a piece's own
+        made = _backward(pieces[0], gradient, query, key, value, out, lse, bias, last, scale)
+        del whole
+        return made
+    dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x is x, its sign included
     for piece in pieces:
         own_gradient, own_query, own_out, own_lse = (_rows(piece, item) for item in (gradient, query, out, lse))
-        keys, values = _keys(piece, key), _keys(piece, value)
-        own_bias = _bias_of(piece, bias)
-        own = _backward(piece, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale)
-        _rows(piece, dq).copy_(own[0])
-        _keys(piece, dk).add_(own[1])
-        _keys(piece, dv).add_(own[2])
+        keys, values, own_bias = _keys(piece, key), _keys(piece, value), _bias_of(piece, bias)
+        sums = _rows(piece, dq), _keys(piece, dk), _keys(piece, dv)
+        for within, call in _calls(piece, own_gradient, own_query, keys, values, own_out, own_lse, own_bias, None, scale):
+            _add_to(sums, within, call())
     return dq, dk, dv
+
+
+def _add_to(sums: Gradients, within: slice, made: Gradients) -> None:
+    """Nothing but the sums is left of one call when the next begins."""
+    sums[0].add_(made[0])
+    sums[1][:, :, within].add_(made[1])
+    sums[2][:, :, within].add_(made[2])
 
 
 # -- one call, or a past and a diagonal
@@ -115,7 +130,16 @@ def _forward(
     return _merge(seen, own)
 
 
-def _backward(
+def _backward(*given: Any) -> Gradients:
+    """What the calls make, put together."""
+    made = [call() for _, call in _calls(*given)]
+    if len(made) == 1:
+        return made[0]
+    seen, own = made
+    return seen[0].add_(own[0]), torch.cat((seen[1], own[1]), 2), torch.cat((seen[2], own[2]), 2)
+
+
+def _calls(
     piece: Piece,
     gradient: Tensor,
     query: Tensor,
@@ -126,21 +150,28 @@ def _backward(
     bias: Bias,
     last: Last | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kind = piece.kind
+) -> list[tuple[slice, Callable[[], Gradients]]]:
+    """The calls of a kernel that make the gradients, each with the keys that it is given."""
+
+    def call(within: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
+        keys, values = (key, value) if within == whole else (key[:, :, within], value[:, :, within])
+        return within, lambda: kernels.backward(gradient, query, keys, values, out, lse, mask(), causal, scale)
+
+    kind, whole = piece.kind, slice(None)
     if piece.documents is not None:
-        return kernels.backward(gradient, query, key, value, out, lse, None, piece.documents, scale)
+        return [call(whole, _nothing, piece.documents)]
     if kind is Kind.MIXED and last is not None and kernels.aligns_last(query, key, value, scale, last):
-        return kernels.backward(gradient, query, key, value, out, lse, None, last, scale)
+        return [call(whole, _nothing, last)]
     if kind is not Kind.CAUSAL:
-        mask = bias() if kind is Kind.MIXED else None
-        return kernels.backward(gradient, query, key, value, out, lse, mask, False, scale)
+        return [call(whole, bias if kind is Kind.MIXED else _nothing, False)]
     past = key.shape[2] - query.shape[2]
     if past == 0 or kernels.aligns_last(query, key, value, scale, LAST):
-        return kernels.backward(gradient, query, key, value, out, lse, None, LAST if past else True, scale)
-    seen = kernels.backward(gradient, query, key[:, :, :past], value[:, :, :past], out, lse, None, False, scale)
-    own = kernels.backward(gradient, query, key[:, :, past:], value[:, :, past:], out, lse, None, True, scale)
-    return seen[0].add_(own[0]), torch.cat((seen[1], own[1]), 2), torch.cat((seen[2], own[2]), 2)
+        return [call(whole, _nothing, LAST if past else True)]
+    return [call(slice(past), _nothing, False), call(slice(past, None), _nothing, True)]
+
+
+def _nothing() -> None:
+    """No mask."""
 
 
 def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -168,7 +199,8 @@ def _seen(
     bounded = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not bounded:
         packs = kernels.takes_documents(query, key, value, scale)
-        return Seen(mask.pieces(rows, keys, batch, finite_hides, packs), mask.dense, None)
+        is_open = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
+        return Seen(mask.pieces(rows, keys, batch, finite_hides, packs), mask.dense, None, is_open)
     dense = mask.dense() if isinstance(mask, Mask) else mask
     last = _ends_last(rows, keys, first, window) if dense is None else None
     kind = Kind.FULL if dense is None and not bounded else Kind.CAUSAL if last == LAST else Kind.MIXED

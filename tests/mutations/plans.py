@@ -7,6 +7,7 @@ from tests.mutations.row import Mutation
 ANALYSED, SEARCH = "streamfx/inspection/analysed.py", "test_plan_search.py"
 TOLD = "test_analysed_layers.py::test_few_layers_tell_what_is_found_in_all"
 ONE_PIECE, NEVER_MORE = "passes/partition/in_one_piece.py", "test_never_more.py::test_what_any_run_in_one_piece_holds"
+NO_MORE = "test_never_more.py::test_no_more_than_without"
 
 ROWS = (
     Mutation(
@@ -80,5 +81,45 @@ ROWS = (
         'if "val" not in node.meta and (inner',
         "if False and (inner",
         ("test_never_more.py::test_no_more_than_with_checkpoints_around_attention[17]",),
+    ),
+    Mutation(
+        "plans",
+        "a graph without loops runs the default partition, whatever it takes",
+        ONE_PIECE,
+        "    return not asks and",
+        "    return facts.program is not None and not asks and",
+        (f"{NO_MORE}[no_sequence]",),
+    ),
+    Mutation(
+        "plans",
+        "of halves with equal peaks those run that keep more for each other",
+        ONE_PIECE,
+        "key=lambda one: one.cost.held)",
+        "key=lambda one: 0)",
+        (f"{NO_MORE}[experts]",),
+    ),
+    Mutation(
+        "plans",
+        "loops run where no longer call can be followed",
+        ONE_PIECE,
+        " and all(held):",
+        " and False:",
+        ("test_never_more.py::test_lengths_that_no_call_exceeds",),
+    ),
+    Mutation(
+        "plans",
+        "what stands for a deferred output on the meta device has memory",
+        "streamfx/cost/meter.py",
+        '        if value.device.type != "meta":\n',
+        "        if True:\n",
+        ("test_never_more.py::test_deferred_outputs_count_once_they_are_made",),
+    ),
+    Mutation(
+        "plans",
+        "a mask that only data will tell is one piece",
+        "streamfx/runtime/attention.py",
+        "is_open = isinstance(query, FakeTensor)",
+        "is_open = False and isinstance(query, FakeTensor)",
+        ("test_never_more.py::test_no_documents_take_more_than_was_predicted",),
     ),
 )
