@@ -260,12 +260,12 @@ class Compilation(Splittable):
         if not isinstance(joint_inputs, tuple):  # the body of a nested region: not ours to rewrite
             return plain()
         self.num_outputs = num_fwd_outputs
-        self.check_writes(joint.graph)
         pair_dimensions(joint.graph)
         count = len(joint_inputs[0])
         static = others.get("static_lifetime_input_indices") or ()
         patterns = self.patterns(joint.graph, count)
         capture = partial(captured, joint, count, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
+        self.check_part(capture().joint if self.is_part else None)
         may_run_whole = not has_collectives(joint.graph)  # whether it fits may be seen otherwise by another rank
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
         if budget is not None and may_fit_whole((whole := capture()).joint, budget):
@@ -307,13 +307,10 @@ class Compilation(Splittable):
         return True
 
     def found(self, facts: Facts) -> None:
-        """Keep the facts of a graph; have calls that are longer than its plan was shown to hold for planned anew."""
+        """Keep the facts of a graph."""
         facts = replace(facts, begins=self.begins)
         place_loops(facts)
         self.keep(facts)
-        if facts.lengths:
-            log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
-            facts.lengths.guard(facts.joint.graph)
 
     def deferred_bytes(self) -> int:
         """Bytes of the outputs that are made when they are touched."""
@@ -380,7 +377,7 @@ class Compilation(Splittable):
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph without gradients: the same forward loops, nothing saved."""
-        self.check_writes()
+        self.check_part()
         weights = static_inputs() or self.parameters
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
+from streamfx.cost.memory import bytes_like
 from streamfx.fingerprint import MOST_BYTES, Fingerprint, any_hidden_change, has_memory
 from streamfx.ir.pieces import Pieces, everywhere, joined
 from streamfx.ir.ranges import ACTIVATION, INFINITY, Range, constant, everything
@@ -125,12 +126,12 @@ class WatchedInput:
 
 def _is_read(tensor: Tensor, pattern: Pieces) -> bool:
     """Whether an input is read at each call: masks and small tables are, frozen weights are told by version and address."""
-    return bool(pattern.cuts) or tensor.nbytes <= MOST_READ
+    return bool(pattern.cuts) or bytes_like(tensor) <= MOST_READ
 
 
 def _is_watchable(tensor: Tensor, pattern: Pieces) -> bool:
     """Tensors made in inference mode do not count who writes to them: they are read, or not relied on."""
-    return tensor.nbytes <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
+    return bytes_like(tensor) <= MOST_BYTES if _is_read(tensor, pattern) else not tensor.is_inference()
 
 
 def _pattern(tensor: Tensor, belongs: bool) -> Pieces | None:

@@ -7,7 +7,7 @@ the graphs of a graph break, and autograd hands its gradient back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from streamfx.cost.calls import bytes_of_parameters, peak_of_calls
 from streamfx.cost.memory import Cost, cost_of
 from streamfx.errors import NotStreamed
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import JointGraph
 from streamfx.log import log
 from streamfx.options import Options
 from streamfx.passes.operators.collectives import has_collectives
@@ -25,9 +26,9 @@ from streamfx.passes.partition.in_one_piece import Halves, is_compared
 from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.report.brief import log_brief, predicted
 from streamfx.report.reasons import check_strict
-from streamfx.torch_private import is_sharded, mutated_inputs
+from streamfx.torch_private import given_positions, is_sharded, mutated_inputs
 from streamfx.torch_private.lines import source_line
-from streamfx.torch_private.split import Part, may_write_to_inputs, split_in_front_of, stand_in
+from streamfx.torch_private.split import Part, asks_gradient, may_write_to_inputs, split_in_front_of, stand_in
 
 GAIN = 1.1  # times less memory, for which a graph is traced once more in two parts
 
@@ -40,8 +41,12 @@ class TwoSequences(Exception):
         self.place, self.peak = place, peak
 
 
-class WritesToInputs(Exception):
-    """Raised while a part is compiled: it writes to what the other part may have saved."""
+class InseparableError(Exception):
+    """Raised while a part is compiled: two graphs would not do what the one does."""
+
+
+WRITES = "a part writes to what it is given: the other part may have saved it for its backward half"
+NO_GRADIENT = "the second part has no gradient for what the first one hands on: zeros would reach its parameters, and not None"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,13 @@ class Split:
         given = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
         return [given[node] if node in given else stand_in(node) for node in part.given]
 
+    def handed_on(self, already: Collection[int]) -> list[frozenset[int]]:
+        """Positions of each part's inputs that ask for gradients and are computed, by the other part or `already` before."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        computed = {node for i, node in enumerate(placeholders) if i in already}
+        computed |= {node for node in self.parts[0].results if asks_gradient(node)}
+        return [frozenset(i for i, node in enumerate(part.given) if node in computed) for part in self.parts]
+
     def run_by(self, runs: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
         """What is called with the inputs of the graph, and returns its results."""
         placeholders = self.graph.find_nodes(op="placeholder")
@@ -78,7 +90,8 @@ class Split:
 class Splittable(ABC):
     """A compilation that may become that of two parts, or is that of one of them.
 
-    `begins` is the line that a second part begins with. `inputs_are_own` says that no other rank has a part of the inputs. Where
+    `begins` is the line that a second part begins with, `handed_on` are the positions of its inputs that the first part computes
+    and that ask for gradients. `inputs_are_own` says that no other rank has a part of the inputs. Where
     the graph as it stood takes less memory than its loops, its halves are `standing`.
     """
 
@@ -90,6 +103,7 @@ class Splittable(ABC):
     parts: Sequence[Splittable] = ()
     may_split, is_part, inputs_are_own = True, False, False
     begins = ""
+    handed_on: frozenset[int] = frozenset()
 
     @abstractmethod
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]: ...
@@ -116,10 +130,11 @@ class Splittable(ABC):
         parts = [self.part_of(part.module) for part in split.parts]
         for part, begins in zip(parts, (self.begins, split.begins), strict=True):
             part.is_part, part.begins = True, begins
+        parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
         parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
         try:
             runs = [part.compile(split.inputs_of(own, inputs)) for part, own in zip(parts, split.parts, strict=True)]
-        except (NotStreamed, WritesToInputs) as error:
+        except (NotStreamed, InseparableError) as error:
             log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
             return None
         costs = [cost for part in parts for cost in part.costs()]
@@ -137,12 +152,18 @@ class Splittable(ABC):
             self.keep(facts)
 
     def keep(self, facts: Facts) -> None:
-        """Keep and log the facts of a graph that runs; of a part nobody hears unless it is taken."""
+        """Keep the facts of a graph, and log them, unless it is a part, which may not be taken. Have calls that are longer than
+        its plan was shown to hold for planned anew.
+        """
         self.facts.append(facts)
-        if not self.is_part:
-            log_brief(facts)
-            if facts.joint.tangents and facts.fits is None:
-                self.tell(facts, self.options)
+        if self.is_part:
+            return
+        log_brief(facts)
+        if facts.joint.tangents and facts.fits is None:
+            self.tell(facts, self.options)
+        if facts.lengths:
+            log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
+            facts.lengths.guard(facts.joint.graph)
 
     def costs(self) -> list[tuple[Cost, int]]:
         """What a step through each graph takes that this one became, and bytes of the gradients of its parameters."""
@@ -172,7 +193,15 @@ class Splittable(ABC):
         if self.options.strict and self.place_to_split(facts) is None:
             check_strict(facts, self.options)
 
-    def check_writes(self, joint: fx.Graph | None = None) -> None:
-        """Refuse a part that writes to what it is given: the other part may have saved it for its backward half."""
-        if self.is_part and (may_write_to_inputs() if joint is None else mutated_inputs(joint) != []):
-            raise WritesToInputs
+    def check_part(self, joint: JointGraph | None = None) -> None:
+        """Refuse a part that writes to what it is given, or has no gradient for what is handed on. Without gradients there is no
+        joint graph.
+        """
+        if not self.is_part:
+            return
+        if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
+            raise InseparableError(WRITES)
+        given = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        driven = set() if joint is None else {given[joint.inputs.index(primal)] for _, primal, _ in joint.trained}
+        if not self.handed_on <= driven:
+            raise InseparableError(NO_GRADIENT)

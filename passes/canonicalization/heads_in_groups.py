@@ -151,7 +151,7 @@ def _way_from(node: fx.Node, others: set[fx.Node]) -> Way | None:
     steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False
     while not (is_sent and is_wait(steps[-1])):
         users = [user for user in node.users if user not in others]
-        if len(users) != 1 or node_argument(users[0]) is not node:
+        if len(users) != 1 or users[0].args[:1] != (node,):
             return None
         after = _dim_after(users[0], dim)
         if after is None or (_is_exchange(users[0]) and (is_sent or not dim)):

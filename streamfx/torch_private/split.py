@@ -106,6 +106,12 @@ def stand_in(node: fx.Node) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
+def asks_gradient(node: fx.Node) -> bool:
+    """Whether a value of Dynamo's graph requires a gradient (2.11, 2.13)."""
+    value = node.meta.get(VALUE)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def is_handed_on(node: fx.Node) -> bool:
     """Whether a graph can be given a value: a plain tensor, or a number, whose sizes are known before anything runs."""
     value = node.meta.get(VALUE)

@@ -25,6 +25,7 @@ from tests.mutations import (
     reports,
     scans,
     shifts,
+    splits,
     states,
     told,
     trees,
@@ -78,6 +79,7 @@ KINDS = {
     "wire": "what is counted of collectives",
     "told": "what a person is told that is not so, or is not told",
     "plans": "what few layers tell of all, and one length of others, where they do not",
+    "splits": "a graph that is split in two where two are not what one is; heads that keep what they need not",
     "reports": "what is drawn of predictions, and how names stand in it",
 }
 OVER_RANKS = (*ranks.ROWS, *wire.ROWS)
@@ -91,6 +93,7 @@ ROWS: tuple[Mutation, ...] = (
     *OVER_RANKS,
     *reports.ROWS,
     *plans.ROWS,
+    *splits.ROWS,
     *told.ROWS,
     *scans.ROWS,
     *shifts.ROWS,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.options import resolved
 from tests.support.exactness import Outcome, Reduce, Report, assert_small, errors, fresh, outcome, recorder, relative_error
+from tests.support.splits import split_at
 
 THREADS, STEPS = 3, 4
 
@@ -299,6 +301,12 @@ def _added(parameter: Tensor) -> None:
 HOOKS: dict[str, Callable[[Tensor], None]] = {"optimizer": _updated, "added": _added}
 
 
+def _split(called: Called, rest: str) -> dict[str, float]:
+    """The graph is split in two at a place that is drawn."""
+    with split_at(Random(int(rest)).choice):
+        return called.same(f"split by {rest}")
+
+
 WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
     "threads": _threads,
     "lengths": _lengths,
@@ -307,4 +315,5 @@ WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
     "late": _late,
     "rows": _rows,
     "stages": _stages,
+    "split": _split,
 }

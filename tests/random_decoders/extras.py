@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.random_decoders.of_rows import OF_ROWS
 from tests.random_decoders.recomputed import RECOMPUTED
+from tests.random_decoders.several_heads import SEVERAL_HEADS
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -368,4 +369,5 @@ LINES = {
     **FEW,
     **HALVES,
     **RECOMPUTED,
+    **SEVERAL_HEADS,
 }

@@ -36,6 +36,7 @@ from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.mixed import MIXES
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.recomputed import RECOMPUTED
+from tests.random_decoders.several_heads import SEVERAL_HEADS
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
@@ -211,6 +212,14 @@ def _recomputed(decoder: Decoder, random: Random) -> Decoder:
     return replace(_small(_beside(decoder, random, RECOMPUTED)), compiled=True)
 
 
+def _split(decoder: Decoder, random: Random) -> Decoder:
+    """Compiled in two parts, split at any place; or several calls and heads in one graph."""
+    own = replace(decoder, extra="none", bend="none", calls="one", bodies="eager", precision="float64", compiled=True)
+    if random.random() < 0.5:
+        return _beside(own, random, SEVERAL_HEADS)
+    return replace(own, calls=f"split {random.randrange(1000)}", dynamic=False)
+
+
 def _sinks(decoder: Decoder, random: Random) -> Decoder:
     own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
@@ -261,6 +270,7 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "cut out": _cut_out,
     "known early": partial(_beside, extras=KNOWN_EARLY),
     "recomputed": _recomputed,
+    "split": _split,
 }
 OFTEN = (
     *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
@@ -294,6 +304,7 @@ OFTEN = (
     "cut out",
     "known early",
     "recomputed",
+    "split",
 )
 
 

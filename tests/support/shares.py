@@ -67,6 +67,7 @@ SHARES = {
     "test_trees.py": 4,
     "test_truncated_adjoints.py": 4,
     "test_user_rules.py": 10,
+    "test_two_sequences.py": 16,
     "test_uses_of_outputs.py": 10,
     "test_watched_buffers.py": 4,
     "test_whole.py": 3,

@@ -1,0 +1,31 @@
+"""Splits graphs in two at a chosen place, whatever that saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch import fx
+
+import streamfx.in_parts
+from streamfx.ir.facts import Facts
+from streamfx.torch_private.split import crossing, is_handed_on, places_to_split
+from tests.support.peaks import however_small
+
+
+@contextmanager
+def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iterator[list[str]]:
+    """Split graphs of training steps in front of chosen nodes; gives the names of these."""
+    chosen: list[str] = []
+
+    def where(facts: Facts, graph: fx.Graph, peak: int) -> fx.Node | None:
+        places = [node for node in places_to_split(graph) if all(map(is_handed_on, crossing(graph, node)))]
+        if len(chosen) == times or len(places) < 2:
+            return None
+        place = choose(places[1:])  # in front of the first operator there is no part
+        chosen.append(place.name)
+        return place
+
+    with however_small(), mock.patch.multiple(streamfx.in_parts, where_to_split=where, GAIN=0.0):
+        yield chosen
