@@ -54,3 +54,42 @@ def test_layers_stream_before_rows_of_an_unknown_number(taking: Callable[..., Te
 def test_rows_that_are_taken_break_the_graph_and_explain_says_what_avoids_it() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
         assert "xk, yk = x[k], y[k]" in str(explain(decoders.made(TakesRows), **batch(), chunk_size=5))
+
+
+# -- numbers that are read from data
+
+
+class Reads(decoders.Plain):
+    """A number of the data (`.item()`) is a factor, a bound or a result; it is known only when the graph runs."""
+
+    way = "factor"
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.way == "bound":
+            n = ids[0, 0].item() % 5 + 2
+            torch._check(n >= 2)
+            torch._check(n <= 7)
+            x = x.masked_fill((torch.arange(ids.shape[1]) < n)[:, None], 0.5)
+        elif self.way == "sum":
+            x = x * (1 + x.sum().item())
+        x = self.hidden(x)
+        if self.way == "factor":
+            x = x * ids.max().item()
+        elif self.way == "largest":
+            x = x / (1 + x.detach().abs().amax().item())
+        logits = self.head(x)
+        if self.way == "slice":
+            k = int(ids[0, 0].item() % 3)
+            return logits[:, k : k + 4].square().mean()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["factor", "bound", "sum", "largest", "slice"])
+def test_numbers_that_are_read_from_data_keep_nothing_from_streaming(way: str) -> None:
+    model = decoders.made(type("Reads", (Reads,), {"way": way}))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        report = compare(model, batch(), streams=None, attention={"causal"}, chunk_size=5)
+        assert report.facts and all(facts.program is not None and not facts.faults for facts in report.facts)
+        found = explain(model, **batch(), chunk_size=5)
+    assert found.summary()["graphs"] == 1 and found.summary()["peak_bytes"] > 0

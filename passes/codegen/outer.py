@@ -72,7 +72,16 @@ class OuterBuilder:
                     made = self.graph.call_function(aten.sym_size.int, (self.env[node], dim))
                     made.meta["val"] = node.meta["val"].shape[dim]
                     return made
-        raise KeyError(symbol)
+        return self._read(symbol)
+
+    def _read(self, symbol: sympy.Symbol) -> fx.Node:
+        """A number that an operator reads from data."""
+        readers = (node for node in self.order if node.target is aten._local_scalar_dense.default)
+        node = next((node for node in readers if free_symbols([size_of(node.meta["val"])]) == {symbol}), None)
+        if node is None:
+            raise KeyError(symbol)
+        self.emit(node)
+        return self.env[node]
 
     def number(self, size: Size) -> Any:
         if isinstance(size, int):

@@ -1,4 +1,5 @@
-"""What stands in for operators that call functions while costs are predicted: results as they were traced, about as much work.
+"""What stands in for operators that call functions, or read a number from data, while costs are predicted: results as they were
+traced, about as much work.
 
 Fake tensors have no values, so that no `cond` can choose and no `while_loop` can end. Of branches the dearest counts, of a loop's
 body one run for each row that it is given, or just one where nothing tells how often it runs.
@@ -18,19 +19,28 @@ from streamfx.cost.work import Work
 from streamfx.torch_private import SAVES_RANDOM_STATE, SCAN, HigherOrderOperator, OpOverload, tree_leaves, tree_map
 from streamfx.torch_private.sizes import size_hint
 
+READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; other devices' are smaller
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> fx.GraphModule:
-    """A module with stand-ins for the operators of its graph that call functions; `like` makes a tensor like a traced one."""
-    if not any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes):
+    """A module with stand-ins for such operators of its graph; `like` makes a tensor like a traced one."""
+    if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_NUMBER for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             node.target = _stand_in(node, module, meter, like)
+        elif node.target is READS_NUMBER:
+            node.target = _number_like(node.meta["val"])
     return fx.GraphModule(module, graph)
+
+
+def _number_like(value: Any) -> Callable[..., Any]:
+    """What stands in for `.item()`: the number that was found while tracing, 1 if there was none."""
+    hint = value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+    return lambda *_: 1 if hint is None else hint
 
 
 def _stand_in(node: fx.Node, module: fx.GraphModule, meter: Meter, like: Callable[[Any], Any]) -> Callable[..., Any]:
