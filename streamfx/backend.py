@@ -310,6 +310,7 @@ class Compilation(Splittable):
         """Keep the facts of a graph."""
         facts = replace(facts, begins=self.begins)
         place_loops(facts)
+        self.costs = self.priced(facts)
         self.keep(facts)
 
     def deferred_bytes(self) -> int:
@@ -322,6 +323,7 @@ class Compilation(Splittable):
 
     def analysed(self, capture: Callable[[], Facts], ways: Sequence[Callable[[], Halves]]) -> Facts:
         """The facts after all passes; without a program where the graph is to run as it stood. `ways` make halves that do so."""
+        self.ways = ways
         try:
             with doing("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")

@@ -100,7 +100,8 @@ class Splittable(ABC):
     facts: list[Facts]
     standing: Halves | None
     tell: Callable[[Facts, Options], None]
-    parts: Sequence[Splittable] = ()
+    ways: Sequence[Callable[[], Halves]] = ()  # to run it as it stood
+    costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: of a step, and bytes of parameters' gradients
     may_split, is_part, inputs_are_own = True, False, False
     begins = ""
     handed_on: frozenset[int] = frozenset()
@@ -137,7 +138,7 @@ class Splittable(ABC):
         except (NotStreamed, InseparableError) as error:
             log.info("a graph of two sequences is not split in front of %s: %r", split.begins, error)
             return None
-        costs = [cost for part in parts for cost in part.costs()]
+        costs = [cost for part in parts for cost in part.costs]
         peak = peak_of_calls(*zip(*costs, strict=True))
         log.info("split in front of %s a graph takes %d bytes, in one part %d", split.begins, peak, found.peak)
         if (1.0 if self.options.strict else GAIN) * peak > found.peak:
@@ -147,7 +148,7 @@ class Splittable(ABC):
 
     def take(self, parts: Sequence[Splittable]) -> None:
         """Run two parts instead of the graph."""
-        self.parts = parts
+        self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
             self.keep(facts)
 
@@ -165,15 +166,15 @@ class Splittable(ABC):
             log.info("this plan holds for %s; a longer call is planned again", facts.lengths)
             facts.lengths.guard(facts.joint.graph)
 
-    def costs(self) -> list[tuple[Cost, int]]:
-        """What a step through each graph takes that this one became, and bytes of the gradients of its parameters."""
-        if self.parts:
-            return [cost for part in self.parts for cost in part.costs()]
-        return [(self.cost_of(self.facts[-1]), bytes_of_parameters(self.facts[-1].joint))]
+    def priced(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
+        """What a step through a part takes, and the gradients of its parameters; nobody asks for that of a graph that is one."""
+        return [(self.cost_of(facts), bytes_of_parameters(facts.joint))] if self.is_part else ()
 
     def cost_of(self, facts: Facts) -> Cost:
         """What a step through the graph takes, in loops or as it stood."""
-        return predicted(facts) if self.standing is None else cost_of(*self.standing, len(facts.joint.outputs))
+        if self.standing is None and facts.program is not None:
+            return predicted(facts)
+        return cost_of(*(self.standing or self.ways[0]()), len(facts.joint.outputs))
 
     def raise_if_two(self, in_loops: Facts) -> None:
         """Raise `TwoSequences` if a graph, of which it is known how it is to run, may take less in two parts."""

@@ -316,6 +316,23 @@ def test_parts_that_are_not_trained(frozen: str) -> None:
         assert_exact(model, inputs)
 
 
+def test_a_part_without_a_sequence_runs_as_it_stands() -> None:
+    """Also where chunks are asked for, so that no other way is compared."""
+
+    class Complex(Translator):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            shift = torch.fft.fft(self.embed.weight.to(torch.complex128)).abs().mean()
+            return self.decoded(self.encoded(ids) + shift, labels)
+
+    model = Complex().double()
+    first = lambda places: next(node for node in places if node.name.startswith("x"))  # noqa: E731
+    with split_at(first):
+        found = streamfx.explain(model, *batch(), chunk_size=5)
+    assert len(found.summary()["splits"]) == 1 and found.call.graphs[0].facts.program is None
+    with split_at(first):
+        assert_exact(model, batch())
+
+
 def test_lengths_that_change() -> None:
     model, found = Translator().double(), list[int]()
     plain = streamfx.in_parts.Splittable.take
