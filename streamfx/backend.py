@@ -161,12 +161,13 @@ class Compilation(Splittable):
                 return self._compile(inputs)
         except FitsWhole:
             return self._compile_whole(inputs)
-        except TwoSequences as found:
-            return self.in_parts_or_whole(inputs, found)
+        except TwoSequences as error:
+            found = error.with_traceback(None)  # else it holds all values of the trace
         except RuntimeError as error:
             if self.options.strict or not told_of_meta(inputs, error):
                 raise
             return self.module.forward
+        return self.in_parts_or_whole(inputs, found)
 
     def _compile_whole(self, inputs: list[Any]) -> Callable[..., Any]:
         try:

@@ -28,9 +28,10 @@ from streamfx.report.brief import log_brief, predicted
 from streamfx.report.reasons import check_strict
 from streamfx.torch_private import given_positions, is_sharded, mutated_inputs
 from streamfx.torch_private.lines import source_line
-from streamfx.torch_private.split import Part, asks_gradient, may_write_to_inputs, split_in_front_of, stand_in
+from streamfx.torch_private.split import Part, asks_gradient, may_write_to_inputs, split_in_front_of, splits_for_ddp, stand_in
 
 GAIN = 1.1  # times less memory, for which a graph is traced once more in two parts
+MOST = 3  # times that a graph is split, and a part of it again
 
 
 class TwoSequences(Exception):
@@ -90,9 +91,9 @@ class Split:
 class Splittable(ABC):
     """A compilation that may become that of two parts, or is that of one of them.
 
-    `begins` is the line that a second part begins with, `handed_on` are the positions of its inputs that the first part computes
-    and that ask for gradients. `inputs_are_own` says that no other rank has a part of the inputs. Where
-    the graph as it stood takes less memory than its loops, its halves are `standing`.
+    `begins` is the line that a second part begins with, `splits` is how often the graph was split that it is a part of,
+    `handed_on` are the positions of its inputs that another part computes and that ask for gradients. `inputs_are_own` says that
+    no other rank has a part of the inputs. If the graph as it stood takes less memory than its loops, its halves are `standing`.
     """
 
     module: fx.GraphModule
@@ -103,7 +104,7 @@ class Splittable(ABC):
     ways: Sequence[Callable[[], Halves]] = ()  # to run it as it stood
     costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: of a step, and bytes of parameters' gradients
     may_split, is_part, inputs_are_own = True, False, False
-    begins = ""
+    begins, splits = "", 0
     handed_on: frozenset[int] = frozenset()
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Splittable(ABC):
         split = Split.of(self.module, found.place)
         parts = [self.part_of(part.module) for part in split.parts]
         for part, begins in zip(parts, (self.begins, split.begins), strict=True):
-            part.is_part, part.begins = True, begins
+            part.is_part, part.begins, part.splits = True, begins, self.splits + 1
         parts[0].handed_on, parts[1].handed_on = split.handed_on(self.handed_on)
         parts[0].options = replace(parts[0].options, outputs="dense")  # the second part reads them
         try:
@@ -185,7 +186,8 @@ class Splittable(ABC):
     def place_to_split(self, facts: Facts) -> fx.Node | None:
         """Where the graph is better split in two. Within a budget it is not, and not where ranks have to agree."""
         asks = self.options.memory_budget is not None or self.options.adjoints != "exact"
-        if not self.may_split or asks or facts.program is None or facts.program.backward is None or not self.inputs_are_own:
+        may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
+        if not may_split or asks or facts.program is None or facts.program.backward is None:
             return None
         return attempted(lambda: where_to_split(facts, self.module.graph, predicted(facts).peak), None, NOT_SPLIT, strict=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import streamfx
 import streamfx.in_parts
 from streamfx.backend import Compilation
 from streamfx.torch_private.split import places_to_split, split_in_front_of
-from tests.support.exactness import TOLERANCE, assert_small, errors, outcome
+from tests.support.exactness import TOLERANCE, assert_small, errors, gradient_errors, outcome
 from tests.support.peaks import however_small, peaks
+from tests.support.ranks import on_ranks
 from tests.support.splits import split_at
 
 WIDTH, HEADS, WORDS = 16, 2, 40
@@ -145,7 +148,7 @@ def test_no_place_is_inside_of_a_context() -> None:
     """Of autocast, of `no_grad`, and of `vmap`."""
 
     def function(x: Tensor) -> Tensor:
-        a = x.sin()
+        a = x.log().sin()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             b = a @ a
             c = b.cos()
@@ -156,7 +159,7 @@ def test_no_place_is_inside_of_a_context() -> None:
 
     graph = traced(function, torch.randn(3, 3, requires_grad=True)).graph  # type: ignore[arg-type]
     names = {getattr(node.target, "__name__", node.target) for node in places_to_split(graph)}
-    assert {"sin", "sinh"} <= names and names.isdisjoint({"matmul", "cos", "tan", "exp"}), names
+    assert {"sin", "sinh"} <= names and names.isdisjoint({"log", "matmul", "cos", "tan", "exp"}), names
 
 
 def test_what_nobody_knows_about_has_no_place_behind_it() -> None:
@@ -168,7 +171,7 @@ def test_what_nobody_knows_about_has_no_place_behind_it() -> None:
     graph.output((last,))
     for node in (x, known, last):
         node.meta["example_value"] = torch.ones(2)
-    assert list(places_to_split(graph)) == [known, unknown]
+    assert list(places_to_split(graph)) == [unknown]
 
 
 def test_parts_take_the_sizes_that_dynamo_gives() -> None:
@@ -377,6 +380,41 @@ def test_deferred_outputs_of_the_second_part() -> None:
     assert type(words) is Tensor and type(logits) is not Tensor
     truth = model(*inputs)
     assert all(torch.allclose(made, wanted) for made, wanted in zip((loss, logits, words), truth, strict=True))
+
+
+def test_a_part_is_not_split_for_ever() -> None:
+    """Here the head and its loss have no sequence, and a width is taken for one."""
+    model, inputs, tried = Translator(1), batch(512, 512), list[int]()
+    plain = streamfx.in_parts.Splittable.in_parts
+
+    def in_parts(self: Any, inputs: Any, two: Any) -> Any:
+        tried.append(self.splits)
+        return plain(self, inputs, two)
+
+    with however_small(), mock.patch.object(streamfx.in_parts.Splittable, "in_parts", in_parts):
+        streamfx.explain(model, *inputs)
+    assert 1 <= len(tried) <= 2**streamfx.in_parts.MOST - 1 and max(tried) < streamfx.in_parts.MOST
+
+
+def in_buckets(rank: int) -> float:
+    """DDPOptimizer splits the graph into buckets, and counts the graphs that AOTAutograd makes of each."""
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 8000  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model, inputs = Translator().double(), batch(24, 9)
+    eager = copy.deepcopy(model)
+    run = compiled(DistributedDataParallel(model, bucket_cap_mb=0.01))
+    with split_at(lambda places: places[len(places) // 2], times=9) as chosen:
+        for _ in range(2):
+            model.zero_grad()
+            run(*inputs)[0].backward()
+    eager(*inputs)[0].backward()
+    assert not chosen
+    truth = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    return max(gradient_errors({name: parameter.grad for name, parameter in model.named_parameters()}, truth).values())
+
+
+def test_buckets_of_ddp_are_not_split() -> None:
+    assert max(on_ranks(in_buckets)) <= TOLERANCE
 
 
 # -- several calls in one graph

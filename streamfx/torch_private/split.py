@@ -27,17 +27,18 @@ class Part:
 
 
 def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Operators in front of which no context is open, and gradients are recorded as at the beginning (2.11, 2.13).
+    """Operators but the first, in front of which no context is open, and gradients are recorded as at the beginning (2.11, 2.13).
 
     A statement that nothing is known about may open a context, so there are no places behind it. What writes to a tensor has
     no value either, and leaves no context behind.
     """
-    depth, records = 0, True
+    depth, records, is_first = 0, True, True
     for node in graph.nodes:
         if node.op not in COMPUTES:
             continue
-        if not depth and records:
+        if not depth and records and not is_first:
             yield node
+        is_first = False
         if node.target in (ENTER_AUTOCAST, ENTER_VMAP):
             depth += 1
         elif node.target in (EXIT_AUTOCAST, LEAVE_VMAP):
@@ -128,6 +129,11 @@ def _is_known(size: Any) -> bool:
 def names_in_dynamo(node: fx.Node) -> list[str]:
     """Names of the nodes of Dynamo's graph that a node of AOTAutograd's comes from; they are told for people (2.11, 2.13)."""
     return [source.name for source in node.meta.get("from_node") or ()]
+
+
+def splits_for_ddp() -> bool:
+    """Whether the graph that is being compiled is a bucket of DDPOptimizer, which counts compilations (2.11, 2.13)."""
+    return getattr(torch._guards.TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
 
 
 def may_write_to_inputs() -> bool:

@@ -28,8 +28,8 @@ ROWS = (
         "splits",
         "a place may be inside of autocast, or where no gradient is recorded",
         SPLIT,
-        "        if not depth and records:\n",
-        "        if depth >= 0 or records:\n",
+        "        if not depth and records and not is_first:\n",
+        "        if depth >= 0 and not is_first:\n",
         (f"{TESTS}::test_no_place_is_inside_of_a_context",),
     ),
     Mutation(
@@ -39,6 +39,22 @@ ROWS = (
         "        elif VALUE not in node.meta and node.target is not LOAD and not writes(node):\n",
         "        elif node.op == LOAD:\n",
         (f"{TESTS}::test_what_nobody_knows_about_has_no_place_behind_it",),
+    ),
+    Mutation(
+        "splits",
+        "a first part may be empty, and the second the graph itself",
+        SPLIT,
+        "        if not depth and records and not is_first:\n",
+        "        if not depth and records:\n",
+        (f"{TESTS}::test_what_nobody_knows_about_has_no_place_behind_it",),
+    ),
+    Mutation(
+        "splits",
+        "a bucket of DDP may be split",
+        PARTS,
+        " and self.splits < MOST and not splits_for_ddp()",
+        " and self.splits < MOST",
+        (f"{TESTS}::test_buckets_of_ddp_are_not_split",),
     ),
     Mutation(
         "splits",

@@ -21,9 +21,9 @@ def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iter
 
     def where(facts: Facts, graph: fx.Graph, peak: int) -> fx.Node | None:
         places = [node for node in places_to_split(graph) if all(map(is_handed_on, crossing(graph, node)))]
-        if len(chosen) == times or len(places) < 2:
+        if len(chosen) == times or not places:
             return None
-        place = choose(places[1:])  # in front of the first operator there is no part
+        place = choose(places)
         chosen.append(place.name)
         return place
 
