@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ def test_adapters(kind: str, checkpointing: bool, peft: Any) -> None:
         assert_close(gradients(model, model), truth)
         assert list(model.state_dict()) == keys
     assert done.calls["model"].counts.compiled == 1
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], ["embed_tokens"]])
+def test_weights_with_a_magnitude_are_one_graph_while_a_model_is_enabled(targets: list[str], peft: Any) -> None:
+    """peft asks in each layer whether a weight is quantized, in a way that Dynamo does not trace."""
+    config = peft.LoraConfig(r=4, target_modules=targets, use_dora=True, task_type="CAUSAL_LM")
+    asks = vars(importlib.import_module("peft.tuners.lora.dora"))
+    model, before = peft.get_peft_model(tiny.causal_model(), config).double(), asks["dequantize_module_weight"]
+    truth = gradients(model, model)
+    torch._dynamo.reset()
+    with enable(model, chunk_size=5) as done, enable(tiny.causal_model()):
+        assert_close(gradients(model, model), truth)
+        assert len(done.compiled) == 1, done
+    assert asks["dequantize_module_weight"] is before
 
 
 @pytest.mark.parametrize("kind", only(["boft"], ["oft", "boft"]))

@@ -17,7 +17,7 @@ from torch import nn
 
 from streamfx.backend import streambp
 from streamfx.inspection.untouched import ENABLED
-from streamfx.integrations import packing
+from streamfx.integrations import packing, plain_weights
 from streamfx.integrations.engines import DATA_PARALLEL, is_held
 from streamfx.report.first_step import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
@@ -56,12 +56,14 @@ class Calls:
 
     def install(self) -> None:
         self.module._compiled_call_impl = self
+        plain_weights.listen()
         if self.asks:
             packing.listen()
 
     def remove(self) -> None:
         if self.is_installed:
             self.module._compiled_call_impl = None
+            plain_weights.forget()
             if self.asks:
                 packing.forget()
 
