@@ -56,6 +56,7 @@ FOUND: dict[str, tuple[int, ...]] = {  # by the number of the kind, see kinds.py
     "cut out": (0, 1),
     "known early": (0, 1),
     "recomputed": (17, 4),  # of which the loops took more memory
+    "split": (19, 0),  # what the second part reads without a gradient
 }
 
 
