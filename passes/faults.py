@@ -6,6 +6,7 @@ a fresh copy of the traced graph, with one remedy more, until they come to an en
     the operator runs whole            as where a pass raises `RunsWhole`; passes behind `demand` see that
     no pass knows what it is           its target is `Untouched`, for which there are no rules and no equations
     the pass is left out               where it only makes steps smaller or faster
+    an earlier pass is left out        where nothing else helps: it may have written the operator, which no traced one stands for
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ COSTS_LITTLE = frozenset(
     {"loss gradient", "buckets", "visibility", "lower"}
 )  # to leave out: an operator that runs whole costs more
 REWRITES = frozenset({"joined keys", "keys in blocks", "sums along the sequence", "own tables", "sums over ranks"})
+WRITE_OPERATORS = ("loss gradient", *sorted(REWRITES))  # those that are left out if nothing else helps, in this order
 MAY_BE_LEFT_OUT = COSTS_LITTLE | REWRITES | {"recurrences"}
 FAILED_AT = "{target} runs whole, as the pass '{step}' failed at it ({error})"
-LEFT_OUT = "the pass '{step}' is left out, as it failed ({error})"
+LEFT_OUT = "the pass '{step}' is left out, as {failed} failed ({error})"
 EXACT = "%s. The result is exact; strict=True raises an error instead"
 
 
@@ -125,13 +127,16 @@ class Remedies:
         if self.tried[failed.step] < MOST and any(self._help_at(node, failed) for node in failed.operators()):
             self.tried[failed.step] += 1
             return True
-        return self._leave_out(failed)
+        return self._leave_out(failed) or any(self._leave_out(failed, step) for step in WRITE_OPERATORS)
 
-    def _leave_out(self, failed: Failed) -> bool:
-        if failed.step not in MAY_BE_LEFT_OUT or failed.step in self.left_out:
+    def _leave_out(self, failed: Failed, step: str = "") -> bool:
+        """Whether the pass that failed, or another one, can be left out, and is not yet."""
+        step = step or failed.step
+        if step not in MAY_BE_LEFT_OUT or step in self.left_out:
             return False
-        why = LEFT_OUT.format(step=failed.step, error=told(failed.error))
-        self.left_out[failed.step] = why
+        name = "it" if step == failed.step else f"'{failed.step}'"
+        why = LEFT_OUT.format(step=step, failed=name, error=told(failed.error))
+        self.left_out[step] = why
         self._tell(why, failed.error)
         return True
 

@@ -27,7 +27,7 @@ from streamfx.capture import captured
 from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts, Form, known
 from streamfx.passes import run_pipeline
-from streamfx.passes.codegen import bodies
+from streamfx.passes.codegen import bodies, in_place
 from streamfx.passes.operators.traits import producer_of
 from streamfx.report.reasons import obstacles
 from streamfx.runtime.as_traced import Untouched
@@ -215,6 +215,17 @@ def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.Log
         assert "please report" not in caplog.text.lower(), f"number {number}"
         assert len(known(facts.program).loops) > 2, f"number {number}: too little streams"
         caplog.clear()
+
+
+def test_an_operator_that_a_pass_has_written_costs_that_pass() -> None:
+    """What scales the head's gradient is no traced operator: without the pass that wrote it the rest streams."""
+    traced = Traced.of("spelled attention")
+    code = in_place._rewrite.__code__
+    thrown = Thrown(place=next(place for place in traced.places if place == (code, "mul_tensor_1")), how="always")
+    facts = traced.planned(thrown)
+    assert thrown.times
+    assert any("'loss gradient' is left out, as 'rewrite' failed" in fault for fault in facts.faults), facts.faults
+    traced.check(facts)
 
 
 def refused_in(monkeypatch: pytest.MonkeyPatch, target: str, number: int | None) -> None:
