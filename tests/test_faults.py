@@ -29,6 +29,7 @@ from streamfx.ir.facts import Facts, Form, known
 from streamfx.passes import run_pipeline
 from streamfx.passes.codegen import bodies, in_place
 from streamfx.passes.operators.traits import producer_of
+from streamfx.passes.partition import saving
 from streamfx.report.reasons import obstacles
 from streamfx.runtime.as_traced import Untouched
 from tests.support.decoders.parts import VOCABULARY, WIDTH, SwiGLU
@@ -226,6 +227,14 @@ def test_an_operator_that_a_pass_has_written_costs_that_pass() -> None:
     assert thrown.times
     assert any("'loss gradient' is left out, as 'rewrite' failed" in fault for fault in facts.faults), facts.faults
     traced.check(facts)
+
+
+def test_a_recurrence_that_no_plan_can_look_at_is_a_loop_again() -> None:
+    traced = Traced.of("recurrence")
+    place = next(place for place in traced.places if place == (saving._Saving.is_attention.__code__, "recurrence"))
+    thrown = Thrown(place=place, how="always")
+    traced.check(traced.planned(thrown))
+    assert thrown.times
 
 
 def refused_in(monkeypatch: pytest.MonkeyPatch, target: str, number: int | None) -> None:
