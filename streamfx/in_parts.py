@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -189,7 +190,8 @@ class Splittable(ABC):
         may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
         if not may_split or asks or facts.program is None or facts.program.backward is None:
             return None
-        return attempted(lambda: where_to_split(facts, self.module.graph, predicted(facts).peak), None, NOT_SPLIT, strict=False)
+        find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
+        return attempted(find, None, NOT_SPLIT, strict=False)
 
     def check_strict(self, facts: Facts) -> None:
         """Raise where something runs whole and `strict=True`, unless it may stream in two parts."""

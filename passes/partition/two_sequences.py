@@ -10,7 +10,7 @@ autograd hands gradients back. So the place is chosen by bytes alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,19 +36,22 @@ class Made(NamedTuple):
     size: int
 
 
-def where_to_split(facts: Facts, graph: fx.Graph, peak: int) -> fx.Node | None:
+def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
     """The operator of Dynamo's `graph` that the second part begins with; None for a graph of one sequence.
 
-    A step through the graph in one part takes `peak` bytes.
+    A step through the graph in one part takes `peak()` bytes, which most graphs, of one sequence, are not asked for.
     """
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
     nodes = list(graph.nodes)
     made = list(_made(facts, {node.name: i for i, node in enumerate(nodes)}))
     main = frozenset(i for i, item in enumerate(made) if not item.atoms.isdisjoint(facts.axes.sequence.members))
-    places = _places(nodes)
+    others = _others(made, main)
+    if not others:
+        return None
+    places, least = places_of(nodes), SHARE * peak()
     found: list[tuple[int, int]] = []
-    for other in _others(made, main, SHARE * peak):
+    for other in (other for other in others if sum(made[i].size for i in other - main) >= least):
         found += _priced(places, [_by_place(made, other - main), _by_place(made, main - other)], len(nodes))
     return nodes[min(found)[1]] if found else None
 
@@ -72,8 +75,8 @@ def _made(facts: Facts, order: dict[str, int]) -> Iterable[Made]:
                 yield Made(place, frozenset(atom for dim in shape for atom in axes.table.resolve(dim)), bytes_like(value))
 
 
-def _others(made: Sequence[Made], main: frozenset[int], least: float) -> list[frozenset[int]]:
-    """By its values each axis along which much is computed without the one that is streamed, which also has values without it.
+def _others(made: Sequence[Made], main: frozenset[int]) -> list[frozenset[int]]:
+    """By its values each axis that many are computed along without the one that is streamed, which also has values without it.
 
     The batch is none, as all rows have it. Nor is an axis of which all values have a wider one as well, as heads have rows.
     """
@@ -81,12 +84,13 @@ def _others(made: Sequence[Made], main: frozenset[int], least: float) -> list[fr
     for i, item in enumerate(made):
         for atom in item.atoms:
             along.setdefault(atom, set()).add(i)
-    found = [frozenset(own) for own in along.values() if sum(made[i].size for i in own - main) >= least]
-    found = [own for own in dict.fromkeys(found) if min(len(main - own), len(own - main)) >= FEW * len(main)]
+    found = [
+        own for own in dict.fromkeys(map(frozenset, along.values())) if min(len(main - own), len(own - main)) >= FEW * len(main)
+    ]
     return [own for own in found if not any(own - main < other - main for other in found)]
 
 
-def _places(nodes: list[fx.Node]) -> dict[int, int]:
+def places_of(nodes: list[fx.Node]) -> dict[int, int]:
     """The places at which all that is handed on can be, with the bytes of it."""
     number = {node: i for i, node in enumerate(nodes)}
     begins, ends = Counter[int](), Counter[int]()

@@ -54,6 +54,7 @@ __all__ = [
     "assert_true",
     "default_partition",
     "dynamo_copy",
+    "dynamo_module",
     "get_decompositions",
     "given_positions",
     "is_composite",
@@ -197,12 +198,17 @@ def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
     for node in module.graph.find_nodes(op="placeholder"):
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(module, graph)
-    copy.meta = dict(module.meta)
+    return dynamo_module(module, graph), copies
+
+
+def dynamo_module(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A graph with what AOTAutograd reads of a module of Dynamo's, beside its graph (2.11, 2.13)."""
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
     for name in ("_param_name_to_source", "compile_subgraph_reason"):
         if hasattr(module, name):
-            setattr(copy, name, getattr(module, name))
-    return copy, copies
+            setattr(made, name, getattr(module, name))
+    return made
 
 
 def untraced(function: F) -> F:

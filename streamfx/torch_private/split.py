@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST
+from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_module
 from streamfx.torch_private.vmapped import ENTER_VMAP, LEAVE_VMAP, LOAD
 
 VALUE = "example_value"  # in the `meta` of a node of Dynamo's: what stands for its result
@@ -61,15 +61,6 @@ def split_in_front_of(module: fx.GraphModule, place: fx.Node) -> tuple[Part, Par
     return _part(module, first), _part(module, second)
 
 
-def crossing(graph: fx.Graph, place: fx.Node) -> list[fx.Node]:
-    """What operators in front of a place compute, and others read."""
-    nodes = list(graph.nodes)
-    before = nodes[: nodes.index(place)]
-    inside = set(before)
-    read = (node for node in before if any(user.op != "output" and user not in inside for user in node.users))
-    return [node for node in read if node.op in COMPUTES]
-
-
 def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Part:
     inside = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -87,12 +78,7 @@ def _part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Part:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     results = tuple(node for node in nodes if node in inside and any(user not in inside for user in node.users))
     graph.output(tuple(copies[node] for node in results))
-    part = fx.GraphModule(module, graph)
-    part.meta = dict(module.meta)
-    for name in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, name):
-            setattr(part, name, getattr(module, name))
-    return Part(part, tuple(given), results)
+    return Part(dynamo_module(module, graph), tuple(given), results)
 
 
 def _with_symbols(graph: fx.Graph, given: Sequence[fx.Node]) -> list[fx.Node]:

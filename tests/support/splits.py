@@ -10,7 +10,7 @@ from torch import fx
 
 import streamfx.in_parts
 from streamfx.ir.facts import Facts
-from streamfx.torch_private.split import crossing, is_handed_on, places_to_split
+from streamfx.passes.partition.two_sequences import places_of
 from tests.support.peaks import however_small
 
 
@@ -19,8 +19,9 @@ def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iter
     """Split graphs of training steps in front of chosen nodes; gives the names of these."""
     chosen: list[str] = []
 
-    def where(facts: Facts, graph: fx.Graph, peak: int) -> fx.Node | None:
-        places = [node for node in places_to_split(graph) if all(map(is_handed_on, crossing(graph, node)))]
+    def where(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
+        nodes = list(graph.nodes)
+        places = [nodes[place] for place in places_of(nodes)]
         if len(chosen) == times or not places:
             return None
         place = choose(places)
