@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from streamfx.options import resolved
-from tests.corpus.entries import Entry, Found
+from tests.corpus.entries import Entry, Found, kept_in
 from tests.corpus.programs import captured
 from tests.corpus.written import NotWrittenError, Writer, read, written
 from tests.support.spread import spread
@@ -21,11 +22,18 @@ def entry(name: str) -> Entry:
     return Entry.load(name)
 
 
-@pytest.mark.parametrize("name", spread(Entry.all(), 24))
+@cache
+def kept() -> dict[str, dict[str, Any]]:
+    return kept_in()
+
+
+@pytest.mark.parametrize("name", Entry.all())
 def test_rewritten_graphs_have_the_results_of_the_graph(name: str) -> None:
-    facts = entry(name).analysed()
-    assert facts.program is not None
-    entry(name).check(facts)
+    """And their loops, FLOPs, peak and reasons are those of the kept file: `python -m tests.corpus write` writes it."""
+    one = Entry.load(name)
+    facts = one.analysed()
+    one.check(facts)
+    assert Found.of(facts).plain == kept()[name]
 
 
 @pytest.mark.parametrize("name", ["zoo-arcee", "zoo-bloom"])
@@ -56,9 +64,10 @@ def test_capturing_again_gives_the_same_bytes(source: list[object], tmp_path: Pa
     assert one and [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
 
 
-def test_passes_make_the_same_of_a_graph_in_each_run() -> None:
-    one, other = (Found.of(entry("zoo-arcee").analysed()) for _ in range(2))
-    assert one == other and one.loops and one.peak
+def test_graphs_without_loops_are_few() -> None:
+    """The comparison above says nothing about a graph that runs as it is."""
+    assert kept().keys() == set(Entry.all())
+    assert sum(not found["loops"] for found in kept().values()) < 0.05 * len(kept())
 
 
 def test_what_has_no_form_as_plain_data_is_refused() -> None:

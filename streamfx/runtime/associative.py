@@ -7,6 +7,7 @@ recurrences: a chunk hands on the blocks that stand behind its rows (`trees.py`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2s
 from math import prod
 from typing import Any
@@ -28,18 +29,29 @@ _library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, T
 
 # -- functions that combine two rows
 
-COMBINES: dict[int, Callable[..., Sequence[Tensor]]] = {}  # (*left, *right, *given) -> rows, of many at once
-REACHES: dict[int, Reach] = {}  # what they make of what
+
+@dataclass(frozen=True)
+class Combine:
+    """A function that combines two rows, and how many tensors all rows are given."""
+
+    graph: fx.Graph
+    given: int
+    many: Callable[..., Sequence[Tensor]]  # (*left, *right, *given) -> rows, of many at once
+    reach: Reach  # which results depend on which arguments
+
+
+COMBINES: dict[int, Combine] = {}  # by the number that operators know them by
 
 
 def known_combine(graph: fx.Graph, given: int) -> int:
     """The number of a function on two rows, and on so many tensors that all rows are given; equal ones have one."""
     text = repr((structure(graph), given, by_element := is_by_element(graph, given)))
     number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
-    one = fx.GraphModule(torch.nn.Module(), graph).forward
-    rows = len(graph.find_nodes(op="placeholder")) - given
-    REACHES.setdefault(number, reach_of(graph, one, given))
-    COMBINES.setdefault(number, one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given)))
+    if number not in COMBINES:
+        one = fx.GraphModule(torch.nn.Module(), graph).forward
+        rows = len(graph.find_nodes(op="placeholder")) - given
+        many = one if by_element else torch.vmap(one, in_dims=(*(0 for _ in range(rows)), *[None] * given))
+        COMBINES[number] = Combine(graph, given, many, reach_of(graph, one, given))
     return number
 
 
@@ -63,7 +75,7 @@ def scan_of(
     number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
     """Rows from the `first` on, combined with those before them, of which `blocks` are left; and what is left behind them."""
-    many = COMBINES[number]
+    many = COMBINES[number].many
     return scanned(lambda left, right: list(many(*left, *right, *given)), list(rows), blocks, first)
 
 
@@ -111,7 +123,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     values, count = ctx.saved_tensors, ctx.rows
     made = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
     present = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    reached = REACHES[ctx.combine].reached(present, len(values[0]))
+    reached = COMBINES[ctx.combine].reach.reached(present, len(values[0]))
     own = [
         each if number in reached and (value.is_floating_point() or value.is_complex()) else None
         for number, (each, value) in enumerate(zip(made, values, strict=True))

@@ -1,20 +1,24 @@
-"""python -m tests.corpus make | check | show NAME: the corpus of captured graphs, and what the passes make of each."""
+"""python -m tests.corpus make | check | write | show: the corpus of captured graphs, and what the passes make of each.
+
+make [PART ...]     capture the graphs anew whose names contain one of the parts
+check [PART ...]    run the passes on each graph, compare the results, and print what differs from found.json
+write [PART ...]    the same, and write found.json
+show NAME           print what the passes make of one graph
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.corpus.entries import FOLDER, Entry, Found
+from tests.corpus.entries import FOLDER, KEPT, Entry, Found, keep, kept_in
 from tests.corpus.programs import captured, name_of, sources
 from tests.support.precision import widen_models
 
@@ -38,25 +42,31 @@ def make(names: list[str], folder: Path) -> int:
     return failed
 
 
-def found_in(names: list[str], folder: Path) -> dict[str, Any]:
-    """What the passes make of each graph, which is exact."""
-    found = {}
-    for name in Entry.all(folder):
-        if names and not any(part in name for part in names):
-            continue
-        begin = time.time()
-        entry = Entry.load(name, folder)
-        facts = entry.analysed()
-        middle = time.time()
+def check(names: list[str], folder: Path, writes: bool) -> int:
+    """Run the passes on each graph; print what differs from the kept file, or write it."""
+    kept, differ = kept_in(folder), 0
+    chosen = [name for name in Entry.all(folder) if not names or any(part in name for part in names)]
+    for name in chosen:
+        facts = (entry := Entry.load(name, folder)).analysed()
         entry.check(facts)
-        found[name] = Found.of(facts).plain
-        print(f"{name}: passes {middle - begin:.2f} s, runs {time.time() - middle:.2f} s", file=sys.stderr, flush=True)
-    return found
+        found = Found.of(facts).plain
+        for field in sorted(found.keys() | kept.get(name, {}).keys()):
+            before, after = kept.get(name, {}).get(field), found.get(field)
+            if before != after:
+                differ += 1
+                print(f"{name}: {field} was {before}, is {after}", flush=True)
+        kept[name] = found
+    if writes:
+        keep({name: kept[name] for name in Entry.all(folder) if name in kept}, folder)
+    print(f"{len(chosen)} graphs are exact; {differ} facts differ from {KEPT}{' and were written' if writes else ''}")
+    return 0 if writes else differ
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
-    parser.add_argument("what", choices=("make", "check", "show"))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.corpus", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=("make", "check", "write", "show"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     arguments = parser.parse_args()
@@ -64,13 +74,12 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    if arguments.what == "make":
+    if arguments.command == "make":
         return make(arguments.names, arguments.folder)
-    if arguments.what == "show":
+    if arguments.command == "show":
         print(Found.of(Entry.load(arguments.names[0], arguments.folder).analysed()).listing)
         return 0
-    print(json.dumps(found_in(arguments.names, arguments.folder), indent=1, sort_keys=True))
-    return 0
+    return check(arguments.names, arguments.folder, writes=arguments.command == "write")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tests.corpus.written import Plain, read
 from tests.support.exactness import Recorded, assert_small, value_errors
 
 FOLDER = Path(__file__).parent / "graphs"
+KEPT = "found.json"
 TOLERANCE = 1e-9
 
 
@@ -147,3 +148,18 @@ class Found:
         own = asdict(self)
         listing = own.pop("listing")
         return {**own, "listing": hashlib.sha256(listing.encode()).hexdigest()[:16]}
+
+
+# -- the kept file
+
+
+def kept_in(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """By the name of each graph: what the passes made of it when the file was written."""
+    file = folder.parent / KEPT
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def keep(found: dict[str, dict[str, Any]], folder: Path = FOLDER) -> None:
+    """Write the file: one line per graph, sorted."""
+    lines = (f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in sorted(found))
+    (folder.parent / KEPT).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamfx.torch_private import real_values
+
 Plain = Any
 MOST_EXACT = 4096  # bytes, as they are compressed
 
 
 def exact(tensor: Tensor) -> Plain:
     """All numbers of a tensor."""
-    data = tensor.detach().cpu().contiguous()
-    packed = zlib.compress(data.reshape(-1).view(torch.uint8).numpy().tobytes(), 9) if data.numel() else b""
+    with real_values():  # a trace that holds the tensor may be going on
+        data = tensor.detach().cpu().contiguous()
+        packed = zlib.compress(data.reshape(-1).view(torch.uint8).numpy().tobytes(), 9) if data.numel() else b""
     return {"dtype": dtype_name(data.dtype), "shape": list(data.shape), "bytes": base64.b64encode(packed).decode()}
 
 

@@ -78,12 +78,18 @@ def captured(source: Source) -> Iterator[Entry]:
 
 
 def _of_zoo(name: str, dynamic: bool = False) -> Program:
-    from tests.zoo.models import built, grouped_products_in_float64, inputs
+    from tests.zoo.models import built, default_dtype_of, grouped_products_in_float64, inputs
 
     grouped_products_in_float64()
-    model = built(name)
-    given = inputs(name, model)
-    return Program(model, lambda compiled: scalar_of(call(compiled, given)).backward(), _in_chunks(ROWS), dynamic or None)
+    with default_dtype_of(name):
+        model = built(name)
+        given = inputs(name, model)
+
+    def step(compiled: Any) -> None:
+        with default_dtype_of(name):
+            scalar_of(call(compiled, given)).backward()
+
+    return Program(model, step, _in_chunks(ROWS), dynamic or None)
 
 
 def _random(kind: str, number: int) -> Program:

@@ -24,6 +24,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from streamfx.runtime.associative import COMBINES, SCAN_BACKWARD, TREE_SCAN, known_combine
 from tests.corpus.numbers import dtype_name, exact, number_of, numbers_of
 
 Plain = Any  # what JSON knows
@@ -33,7 +34,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 FUNCTIONS = {name: item for name, item in vars(functions).items() if isinstance(item, type) and issubclass(item, sympy.Function)}
 FUNCTIONS["int_oo"] = int_oo
 LIBRARIES = {"transformers": "transformers.integrations.moe"}  # what registers operators, by their namespace
-OF_THIS_PROCESS = ("streamfx::associative_scan",)
+SCANS = (TREE_SCAN, SCAN_BACKWARD)  # which name the function that combines two rows by a number
 
 
 class NotWrittenError(TypeError):
@@ -59,14 +60,15 @@ class Writer:
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
         self.sizes: ShapeEnv | None = None
-        self.names: dict[
-            Any, sympy.Symbol
-        ] = {}  # of symbols, by their order: those of the trace depend on where an input came from
+        # by their order: the names that the trace has depend on where an input came from
+        self.names: dict[Any, sympy.Symbol] = {}
+        self.combines: dict[str, Plain] = {}  # functions that combine two rows of a scan, by their numbers
 
     def written(self, module: fx.GraphModule) -> Plain:
         body = self._graph(module)
         guards = self._guards()
-        return {"symbols": self._symbols(), "guards": guards, "values": list(self.values), **body}
+        combines = {"combines": self.combines} if self.combines else {}
+        return {"symbols": self._symbols(), "guards": guards, "values": list(self.values), **combines, **body}
 
     def _graph(self, module: fx.GraphModule) -> Plain:
         held: dict[str, Plain] = {}
@@ -77,6 +79,10 @@ class Writer:
 
     def _node(self, node: fx.Node) -> Plain:
         kept = {key: self._argument(value) for key, value in self._kept(node).items()}
+        if node.target in SCANS:
+            combine = COMBINES[node.args[-1]]  # type: ignore[index]
+            graph = self._graph(fx.GraphModule(nn.Module(), combine.graph))
+            self.combines[str(node.args[-1])] = {"graph": graph, "given": combine.given}
         target = _target_name(node.target) if node.op == "call_function" else str(node.target)
         return [node.name, node.op, target, self._argument(node.args), self._argument(dict(node.kwargs)), kept]
 
@@ -160,8 +166,6 @@ def _kind(module: Any) -> str:
 def _target_name(target: Any) -> str:
     """Where a function is found again."""
     if isinstance(target, torch._ops.OpOverload):
-        if target.name().startswith(OF_THIS_PROCESS):
-            raise NotWrittenError(f"{target} looks up a function that this process knows by a number")
         return str(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order.{target.name()}"
@@ -201,6 +205,9 @@ class Reader:
         with torch.no_grad():
             for guard in self.data["guards"]:
                 self.sizes.evaluate_expr(self._expression(guard))
+            for number, combine in self.data.get("combines", {}).items():
+                own = known_combine(self._module(combine["graph"]).graph, combine["given"])
+                assert own == int(number), f"the function {number} is known as {own}"
             return self._module(self.data)
 
     @cached_property

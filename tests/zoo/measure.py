@@ -23,7 +23,7 @@ from streamfx.report.reasons import SINGLE_ROW
 from streamfx.report.stages import stage_reports
 from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
-from tests.zoo.models import BY_DEFAULT_DOUBLE, CHUNK, built, inputs
+from tests.zoo.models import CHUNK, built, default_dtype_of, inputs
 
 BOUND = 1e-11  # of a relative error in float64
 MOST = 300  # characters of an error that a row keeps
@@ -72,12 +72,8 @@ def measured(model_type: str) -> Row:
     (transformers itself cannot run it).
     """
     warnings.filterwarnings("ignore")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if model_type in BY_DEFAULT_DOUBLE else before)
-    try:
+    with default_dtype_of(model_type):
         return _measured(model_type)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _measured(model_type: str) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -69,6 +71,17 @@ BLOCKS_OF_64 = (
 ROWS_OF = {"reformer": 24, "xlstm": 43, **dict.fromkeys(BLOCKS_OF_64, 150)}
 BY_DEFAULT_DOUBLE = {"xglm"}  # makes a float64 limit a tensor of the default type
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
+
+
+@contextmanager
+def default_dtype_of(model_type: str) -> Iterator[None]:
+    """The default dtype that a model of the type is built and run with."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if model_type in BY_DEFAULT_DOUBLE else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @cache
