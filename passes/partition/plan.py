@@ -54,7 +54,7 @@ class Plan:
         now = Lengths.now(facts.joint.graph)
         if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
-        return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(now.numbers.values())))
+        return now.furthest(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
 
     def kept(self, facts: Facts, between: Between) -> tuple[tuple[fx.Node, ...], ...]:
         """What each stage keeps; if it is left open, what is offloaded, and without a budget results of attention while they are

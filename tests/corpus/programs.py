@@ -105,7 +105,7 @@ def _in_chunks(rows: int) -> dict[str, Any]:
 
 
 PROGRAMS: dict[str, Callable[..., Program]] = {"zoo": _of_zoo, "random": _random}
-DYNAMIC = ("llama", "gemma2", "mixtral", "mamba2", "gpt2", "qwen3", "bart", "t5")  # with sizes that are symbols, too
+DYNAMIC = ("llama", "gemma2", "mixtral", "gpt2", "qwen3", "bart", "t5")  # with sizes that are symbols, too
 
 
 def name_of(source: Source) -> str:

@@ -199,6 +199,7 @@ class Reader:
         self.data = data
         self.sizes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.sizes if data["symbols"] else None, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # whose check of an entry refuses offsets that begin behind the end, as flips have them
 
     @cached_property
     def module(self) -> fx.GraphModule:
