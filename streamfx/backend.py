@@ -329,7 +329,9 @@ class Compilation(Splittable):
             with doing("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
-        except (OptionError, OverBudget, NotStreamed, RanksDiffer):
+        except OverBudget as error:
+            raise self.told_of_split(error, capture) from error
+        except (OptionError, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:

@@ -88,4 +88,20 @@ ROWS = (
         "in_front(self.backward, made, count - 1)",
         (HEADS,),
     ),
+    Mutation(
+        "splits",
+        "a split is looked for as often as somebody asks",
+        "streamfx/in_parts.py",
+        "        if self.sought is None or self.sought[0] is not facts:",
+        "        if True:",
+        ("test_budget.py::test_a_split_is_looked_for_once",),
+    ),
+    Mutation(
+        "splits",
+        "a graph of one sequence is told that it may be split",
+        "streamfx/in_parts.py",
+        "        if place is None:\n            return error\n        other = OverBudget(",
+        "        other = OverBudget(",
+        ("test_budget.py::test_that_no_split_is_tried_is_said_where_it_could_help",),
+    ),
 )
