@@ -330,7 +330,7 @@ class Compilation(Splittable):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
         except OverBudget as error:
-            raise self.told_of_split(error, capture) from error
+            raise self.told_of_split(error, capture) from None
         except (OptionError, NotStreamed, RanksDiffer):
             raise
         except Exception as error:

@@ -104,4 +104,20 @@ ROWS = (
         "        other = OverBudget(",
         ("test_budget.py::test_that_no_split_is_tried_is_said_where_it_could_help",),
     ),
+    Mutation(
+        "splits",
+        "small outputs that the caller reads are deferred, whatever is kept for them",
+        "streamfx/lazy/rewrite.py",
+        "    return isinstance(numel, int) and numel < steps.LEAST",
+        "    return False",
+        ("test_never_more.py::test_small_outputs_are_deferred_only_beside_what_follows_from_them",),
+    ),
+    Mutation(
+        "splits",
+        "small logits beside their loss are made in each call",
+        "streamfx/lazy/rewrite.py",
+        "if base in read or not is_made_whole(base)}",
+        "if not is_made_whole(base)}",
+        ("test_never_more.py::test_small_outputs_are_deferred_only_beside_what_follows_from_them",),
+    ),
 )
