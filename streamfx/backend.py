@@ -113,7 +113,6 @@ def streambp(
     refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
-        refuse_partitioned(example_inputs, "the backend streambp cannot compile a model of DeepSpeed's ZeRO-3")
         tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):
@@ -153,6 +152,7 @@ class Compilation(Splittable):
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph as loops over chunks; as Inductor compiles it where it fits into the memory budget as it stands."""
         inputs = list(example_inputs)
+        refuse_partitioned(inputs)
         if self.fits_by_far(inputs):
             self.is_trained_whole = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_whole(inputs)
@@ -329,7 +329,9 @@ class Compilation(Splittable):
             with doing("planning", self.options.progress):
                 facts = run_agreed(self.found_by_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
-        except (OptionError, OverBudget, NotStreamed, RanksDiffer):
+        except OverBudget as error:
+            raise self.told_of_split(error, capture) from None
+        except (OptionError, NotStreamed, RanksDiffer):
             raise
         except Exception as error:
             if self.options.strict:

@@ -10,7 +10,7 @@ from torch import fx
 
 from streamfx.constants import pattern_of
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import STAYS, graph_copy, is_object, joint_graph
+from streamfx.ir.joint import STATIC_ADDRESS, STAYS, graph_copy, is_object, joint_graph
 from streamfx.ir.pieces import Pieces
 from streamfx.passes.operators.collectives import is_wait
 from streamfx.runtime.as_traced import unmarked
@@ -45,7 +45,7 @@ def captured(
     inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
     for position in static_inputs:
         if position < len(counted):
-            counted[position].meta["streamfx_static_address"] = True
+            counted[position].meta[STATIC_ADDRESS] = True
     for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
         joint.primals[position].meta["streamfx_mutated"] = True
     for position, pieces in (known_masks or {}).items():

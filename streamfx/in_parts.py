@@ -17,11 +17,12 @@ from torch import fx
 from streamfx.attempts import NOT_SPLIT, attempted
 from streamfx.cost.calls import bytes_of_parameters, peak_of_calls
 from streamfx.cost.memory import Cost, cost_of
-from streamfx.errors import NotStreamed
+from streamfx.errors import NotStreamed, OverBudget
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph
 from streamfx.log import log
 from streamfx.options import Options
+from streamfx.passes import run_pipeline
 from streamfx.passes.operators.collectives import has_collectives
 from streamfx.passes.partition.in_one_piece import Halves, is_compared
 from streamfx.passes.partition.two_sequences import where_to_split
@@ -48,6 +49,10 @@ class InseparableError(Exception):
 
 
 WRITES = "a part writes to what it is given: the other part may have saved it for its backward half"
+NOT_TRIED = (
+    "or leave it out: without a budget this graph may run in two parts, of one sequence each, split in front of {begins}; within "
+    "one that is not tried"
+)
 NO_GRADIENT = "the second part has no gradient for what the first one hands on: zeros would reach its parameters, and not None"
 
 
@@ -106,6 +111,7 @@ class Splittable(ABC):
     costs: Sequence[tuple[Cost, int]] = ()  # of each graph that a part became: of a step, and bytes of parameters' gradients
     may_split, is_part, inputs_are_own = True, False, False
     begins, splits = "", 0
+    sought: tuple[Facts, fx.Node | None] | None = None  # where these facts' graph is better split
     handed_on: frozenset[int] = frozenset()
 
     @abstractmethod
@@ -186,12 +192,28 @@ class Splittable(ABC):
 
     def place_to_split(self, facts: Facts) -> fx.Node | None:
         """Where the graph is better split in two. Within a budget it is not, and not where ranks have to agree."""
-        asks = self.options.memory_budget is not None or self.options.adjoints != "exact"
+        if self.sought is None or self.sought[0] is not facts:  # `strict=True` asks for it, too
+            self.sought = facts, None if self.options.memory_budget is not None else self.place_without_budget(facts)
+        return self.sought[1]
+
+    def place_without_budget(self, facts: Facts) -> fx.Node | None:
+        """Where the graph would be split, if no memory budget was to be kept."""
         may_split = self.may_split and self.inputs_are_own and self.splits < MOST and not splits_for_ddp()
+        asks = self.options.adjoints != "exact"
         if not may_split or asks or facts.program is None or facts.program.backward is None:
             return None
         find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
         return attempted(find, None, NOT_SPLIT, strict=False)
+
+    def told_of_split(self, error: OverBudget, capture: Callable[[], Facts]) -> OverBudget:
+        """The error, which also says that no split was tried if, without a budget, there would be one."""
+        free = replace(self.options, memory_budget=None)
+        place = attempted(lambda: self.place_without_budget(run_pipeline(capture, free)), None, NOT_SPLIT, strict=False)
+        if place is None:
+            return error
+        other = OverBudget(error.asked, error.found, error.where, f"{error.do}; {NOT_TRIED.format(begins=source_line(place))}")
+        other.smallest, other.terms = error.smallest, error.terms
+        return other
 
     def check_strict(self, facts: Facts) -> None:
         """Raise where something runs whole and `strict=True`, unless it may stream in two parts."""

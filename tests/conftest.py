@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import streamfx
+from streamfx.lazy import rewrite
 from streamfx.passes.operators.rules import RULES
 from streamfx.passes.operators.rules.stateful import BACKWARDS, STATEFUL
 from streamfx.runtime import visible
@@ -103,6 +104,12 @@ def fresh_compiler() -> Iterator[None]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a few rows are taken apart as those of long chunks are."""
     monkeypatch.setattr(visible, "LEAST_ROWS", 2)
+
+
+@pytest.fixture(autouse=True)
+def small_outputs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of a few rows are deferred as large ones are."""
+    monkeypatch.setattr(rewrite, "is_made_whole", lambda base: False)
 
 
 @pytest.fixture(autouse=True)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import streamfx
+import streamfx.in_parts
 from streamfx import budget
 from streamfx.budget import STATE, bytes_of, free_on, is_budget, memory_of
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudget
+from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolved
 from streamfx.passes.partition.fit import held_bytes
+from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.runtime.outer import OuterRunner
 from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome
 from tests.support.hf import ROTARY
+from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
+from tests.support.translators import Translator, batch
 
 LENGTH, LAYERS = 1024, 3
 OFFLOADED = ({"offload": "inputs"}, {"offload": "attention"})
@@ -224,6 +230,34 @@ def assert_peak_is_predicted(recorded: Any, program: Program | None) -> int:
         run(recorded, program)
     assert meter.peak == pytest.approx(predicted, rel=0.05)
     return meter.peak
+
+
+@pytest.mark.parametrize("lengths", [(96, 24), (32, 0)])
+def test_that_no_split_is_tried_is_said_where_it_could_help(lengths: tuple[int, int]) -> None:
+    """Of a graph of two sequences, and only there."""
+    encoder, decoder = lengths
+    model = Translator(layers=1) if decoder else Causal()
+    inputs = batch(encoder, decoder) if decoder else (tokens(1, encoder), tokens(1, encoder))
+    with pytest.raises(OverBudget) as caught, however_small():
+        streamfx.explain(model, *inputs, memory_budget=1000, chunk_size=5)
+    assert ("within one that is not tried" in str(caught.value)) == bool(decoder)
+    assert caught.value.smallest > 1000 and "parameters" in caught.value.terms and "raise the budget" in caught.value.do
+
+
+def test_a_split_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each graph, also where `strict=True` asks before whether it streams in two parts."""
+    looked: list[fx.Graph] = []
+
+    def where(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
+        looked.append(graph)
+        return where_to_split(facts, graph, peak)
+
+    monkeypatch.setattr(streamfx.in_parts, "where_to_split", where)
+    torch._dynamo.reset()
+    run = torch.compile(Translator(layers=1), backend="streambp", options={"bodies": "eager", "chunk_size": 5, "strict": True})
+    with however_small():
+        run(*batch(96, 24))
+    assert looked and len(looked) == len(set(looked))
 
 
 def positions() -> nn.Module:

@@ -210,7 +210,7 @@ def test_a_reason_is_told_once_with_all_that_it_holds_for() -> None:
     found = str(streamfx.explain(Stacked(nn.ModuleList([Sorting(), Sorting()])), rows(12), chunk_size=4))
     assert found.count("mixes the rows of the sequence") == 1
     assert found.count("puts rows by number") == 1
-    _, whole = found.split("runs whole:", 1)
+    _, whole = found.split("this runs whole between loops, the rest streams:", 1)
     assert whole.count("test_comparisons.py:") == 4  # both lines, of the sort and of its gradient
 
 

@@ -344,35 +344,6 @@ def test_a_checkpoint_around_a_wrapped_layer_does_not_run_it_twice() -> None:
         assert are_back == [True, True]
 
 
-def test_zero_3_is_refused() -> None:
-    """By the marks that DeepSpeed's `Init._convert_to_deepspeed_param` (0.19) leaves on each parameter."""
-    model = nn.Linear(2, 2)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, parameter.ds_status = number, "NOT_AVAILABLE"  # type: ignore[attr-defined]
-    with pytest.raises(IntegrationError, match="ZeRO-3") as caught:
-        enable(model)
-    assert "ZeRO-2" in str(caught.value) and "fully_shard" in str(caught.value)
-    assert model._compiled_call_impl is None
-
-
-def test_zero_3_is_refused_by_the_backend() -> None:
-    """As `DeepSpeedEngine.compile(backend="streambp")` has it called."""
-    inner = nn.Linear(2, 2)
-    inner.weight.ds_id = 0  # type: ignore[attr-defined]
-    model = torch.compile(inner, backend="streambp")
-    with pytest.raises(IntegrationError, match="streambp cannot compile a model of DeepSpeed's ZeRO-3") as caught:
-        model(torch.ones(1, 2))
-    assert "ZeRO-2" in str(caught.value)
-
-
-def test_zero_3_is_refused_where_it_comes_after_enable() -> None:
-    model = nn.Linear(2, 2)
-    enable(model)
-    model.weight.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(IntegrationError, match="ZeRO-3"):
-        model(torch.ones(1, 2))
-
-
 def test_a_tensor_goes_through_parallel_wrappers() -> None:
     inner = nn.Linear(2, 2)
     done = enable(nn.DataParallel(inner))

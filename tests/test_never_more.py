@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import streamfx
 from streamfx.cost.meter import Meter
 from streamfx.ir.joint import joint_graph
+from streamfx.lazy import defer_outputs, rewrite
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.never_more import of_random_decoder
 from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
 from tests.support.spread import only
+from tests.test_deferral import dynamo_graph
 
 Loss = Callable[[Any], Tensor]
+IS_MADE_WHOLE = rewrite.is_made_whole  # other tests have small outputs deferred
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +195,30 @@ def by_columns(x: Tensor) -> Tensor:
 @by_columns.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_small_outputs_are_deferred_only_beside_what_follows_from_them(is_read: bool) -> None:
+    """The caller reads logits that nothing else was made of: deferred, they take what they are rebuilt from as well."""
+    graph = dynamo_graph(Scored(is_read), torch.ones(2, 40, dtype=torch.int64))
+    with mock.patch.object(rewrite, "is_made_whole", IS_MADE_WHOLE):
+        assert (defer_outputs(graph) is not None) == is_read
+        found = peaks(Scored(False), lambda model: model(torch.ones(2, 40, dtype=torch.int64)).exp().sum())
+    assert found.ratio <= TOLERATED
+
+
+class Scored(nn.Module):
+    """A head that is not trained: its gradient needs nothing of what it reads."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(30, 16), nn.Linear(16, 16)
+        self.head, self.is_read = nn.Linear(16, 64).requires_grad_(False), is_read
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        logits = self.head(x + self.norm(x.sin()).cos())
+        return (logits, F.cross_entropy(logits.flatten(0, 1), ids.flatten())) if self.is_read else logits
 
 
 class Columns(nn.Module):

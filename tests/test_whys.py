@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import streamfx
-from streamfx.report.reasons import BY_NUMBER, JOINED, MIXES, ON_HOST, OTHER, PARTS, advice_on_break, obstacles
+from streamfx.report.reasons import BY_NUMBER, JOINED, MIXES, ON_HOST, OTHER, PARTS, RANKS, advice_on_break, obstacles
+from tests.support.collectives import data_of
 from tests.support.decoders import VOCABULARY, Decoder
 from tests.support.decoders.fused import CausalHeads
 from tests.support.exactness import compare
+from tests.support.over_ranks import one_of_many
+from tests.support.sharded import Decoder as ByRanks
+from tests.test_sequence_parallel import Ulysses
 
 
 class Mixed(Decoder):
@@ -112,3 +116,28 @@ def test_numbers_that_reach_python() -> None:
     breaks = report.summary()["break_reasons"]
     assert any(ON_HOST in item["do"] for item in breaks), breaks
     assert advice_on_break("anything else", "a hint") == "a hint"
+
+
+class InOwnOrder(Ulysses):
+    """What has arrived is put in an order of the rank's own rows, which is no matter of other ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        arrived = self.by_rows(self.by_heads(x.unflatten(-1, (-1, 4))))
+        return x.scatter_add(1, x.detach().sum(-1, keepdim=True).argsort(1).expand_as(arrived), arrived)
+
+
+def test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise() -> None:
+    """Attention between two exchanges is one, in as many groups of heads as there are, and there is nothing to change."""
+    model = ByRanks(layers=2, width=32)
+    for layer, kind in zip(model.layers, (Ulysses, InOwnOrder), strict=True):
+        layer.__class__ = kind
+    with one_of_many(2):
+        found = streamfx.explain(model, *data_of(0, 64), options={"chunk_size": 16, "loss_chunk_size": 16})
+        stages, text = found.stages, str(found)
+    assert stages[0].attention == ("all ranks' rows",)
+    told = {item.operator: (item.found, item.do) for stage in stages for item in stage.obstacles}
+    for name in ("attention", "attention_backward"):
+        why, do = told[f"streamfx.{name}.default"]
+        assert "rows that ranks have sent each other" in why and do == RANKS
+    assert told["aten.scatter_add.default"][1] == BY_NUMBER
+    assert "runs whole between loops, the rest streams:" in text

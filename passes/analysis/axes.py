@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.ir.axes import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
-from streamfx.ir.joint import JointGraph, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import Joined, Letter, Scan, Signature, Tile, Whole
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.passes.analysis.members import members_of, sequence_of, shift_links, turned_axes
@@ -97,7 +97,7 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
     whole = {
         (node, i): dim
         for node in joint.primals
-        if is_tensor(node) and not _is_parameter_like(node, joint)
+        if is_tensor(node) and not is_parameter(node)
         for i, dim in enumerate(axes.shapes[node])
         if len(dim) == 1
     }
@@ -288,7 +288,7 @@ def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """Values made of parameters alone, or by moving the elements of one floating point input."""
     inputs = {node for node in joint.primals if is_tensor(node) and node.meta["val"].is_floating_point()}
-    found, parameters = set(inputs), {node for node in inputs if _is_parameter_like(node, joint)}
+    found, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
     for node in joint.nodes:
         sources = [source for source in node.all_input_nodes if is_tensor(source)]
         if sources and all(source in parameters for source in sources):
@@ -300,7 +300,7 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
 
 def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Axes of inputs that no weight mixes: batch and sequence, where capture could tell inputs from parameters."""
-    inputs = (node for node in joint.inputs if is_tensor(node) and not _is_parameter_like(node, joint))
+    inputs = (node for node in joint.inputs if is_tensor(node) and not is_parameter(node))
     return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
 
 
@@ -316,7 +316,7 @@ def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
 
     Along an axis that it is repeated for, as a sink is for each row, a weight is no wider.
     """
-    parameters = {node for node in joint.primals if is_tensor(node) and _is_parameter_like(node, joint)}
+    parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
     found: set[Atom] = set()
     repeated: set[Atom] = set()
     for node in (node for node in joint.nodes if node in joint.forward):
@@ -370,7 +370,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
                     gain[atom] += numel
     for node in joint.primals:
-        if is_tensor(node) and node.meta["val"].is_floating_point() and _is_parameter_like(node, joint):
+        if is_tensor(node) and node.meta["val"].is_floating_point() and is_parameter(node):
             barred |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
     sequences = (own & ordered & gain.keys()) - (inner & turned_axes(axes))
@@ -390,8 +390,3 @@ def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
         for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
     )
     return last - others
-
-
-def _is_parameter_like(node: fx.Node, joint: JointGraph) -> bool:
-    """Whether an input is a parameter or buffer rather than data, as far as capture could tell."""
-    return bool(node.meta.get("streamfx_static_address", False))

@@ -18,7 +18,7 @@ from torch import fx
 
 from streamfx.ir.axes import Atom
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, is_tensor, joint_graph
+from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.analysis.members import join_of, stands_in_place
@@ -83,7 +83,7 @@ def _tables(joint: JointGraph) -> dict[fx.Node, None]:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    return node.op == "get_attr" or bool(node.meta.get("streamfx_static_address", False))
+    return node.op == "get_attr" or is_parameter(node)
 
 
 def _in_place(axes: AxisFacts) -> int:

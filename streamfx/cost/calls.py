@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import fx
-
 from streamfx.cost.memory import Cost, bytes_like
-from streamfx.ir.joint import JointGraph
+from streamfx.ir.joint import JointGraph, is_parameter
 
 
 def peak_of_calls(costs: Sequence[Cost], gradients: Sequence[int]) -> int:
@@ -29,7 +27,3 @@ def peak_of_calls(costs: Sequence[Cost], gradients: Sequence[int]) -> int:
 def bytes_of_parameters(joint: JointGraph) -> int:
     """Bytes of the gradients of a graph's parameters."""
     return sum(bytes_like(primal.meta["val"]) for _, primal, _ in joint.trained if is_parameter(primal))
-
-
-def is_parameter(primal: fx.Node) -> bool:
-    return bool(primal.meta.get("streamfx_static_address", False))

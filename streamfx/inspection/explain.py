@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.arguments import refuse_unless, refusing
-from streamfx.cost.calls import bytes_of_parameters, is_parameter, peak_of_calls
+from streamfx.cost.calls import bytes_of_parameters, peak_of_calls
 from streamfx.cost.curve import Curve
 from streamfx.cost.eager import eager_cost_of_graph
 from streamfx.cost.flops import attention_flops, is_fused_attention
@@ -31,7 +31,7 @@ from streamfx.inspection.tracing import TracedCall, TracedGraph, traced
 from streamfx.inspection.untouched import original
 from streamfx.inspection.wire import wire_of
 from streamfx.ir.delivery import places_of
-from streamfx.ir.joint import bound_arguments
+from streamfx.ir.joint import bound_arguments, is_parameter
 from streamfx.ir.span import Span
 from streamfx.log import log
 from streamfx.of_one_process import OfOneProcess
@@ -71,6 +71,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
 
     Raises:
         NotTraced: nothing of the call arrived at the backend, it computes nothing, as of an empty batch, or it is of arrays.
+        IntegrationError: DeepSpeed's ZeRO-3 has partitioned the model.
         OptionError: an option that does not exist, or a value that it cannot have.
         OverBudget: no plan is within `memory_budget`.
 

@@ -28,7 +28,7 @@ from streamfx.inspection.eager import EagerCall, accepting_real, checkpointed, f
 from streamfx.inspection.given import advice_on
 from streamfx.inspection.layers import first_layers, layers_of
 from streamfx.inspection.segments import Unlike
-from streamfx.inspection.untouched import Faker, modules_of, original, untouched
+from streamfx.inspection.untouched import Faker, modules_of, original, parameters_of, untouched
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
 from streamfx.log import log
@@ -51,6 +51,7 @@ from streamfx.torch_private.dynamo import (
     quiet_tracer,
     raised_as_itself,
 )
+from streamfx.zero_3 import refuse_partitioned
 
 DATA_DECIDE = (
     "numbers of the data decide at this line what is run, and there are none: decide it with tensors (torch.where), or outside "
@@ -149,6 +150,7 @@ def traced(
         raise _not_traced(f"{one(type(model).__name__)}, which cannot be called")
     if isinstance(model, type):  # torch.compile would change the class for good
         raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
+    refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
     chosen = resolved(options)
     with accepting_real(mode), mode, quiet_tracer():  # eager and checkpoints are followed in it, too

@@ -24,6 +24,7 @@ from streamfx.options import resolved
 from streamfx.report.brief import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
+from streamfx.zero_3 import refuse_partitioned
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -316,6 +317,7 @@ def _check_functions(model: Any, loss: Any) -> None:
         raise NotComparable(ASKED, found=found, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparable(ASKED, found=f"loss is {_described(loss)}", do="let loss be a function from the output to a number")
+    refuse_partitioned(parameters_of(model).values())
 
 
 def _saying_something(found: Verification, inputs: Any) -> Verification:

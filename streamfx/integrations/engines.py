@@ -52,7 +52,7 @@ def inside_of(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 def check_engine(model: nn.Module) -> None:
     """Raise where nothing of a model can be compiled without taking more memory than before."""
-    refuse_partitioned(model.parameters(), "streamfx.enable cannot compile a model of DeepSpeed's ZeRO-3")
+    refuse_partitioned(model.parameters())
 
 
 def is_held(model: nn.Module, with_parts: bool = False) -> bool:

@@ -16,6 +16,7 @@ from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 STAYS = "streamfx_stays"  # in the `meta` of an operator that runs though nobody reads its result
+STATIC_ADDRESS = "streamfx_static_address"  # in the `meta` of an input that the model holds
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
 _NUMBERS = frozenset(map(id, ASSERTIONS))  # every pass asks every operator; to compare or to hash them takes longer
 
@@ -160,6 +161,11 @@ def is_assertion(node: fx.Node) -> bool:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether an input is a parameter or a buffer rather than data, as far as capture could tell."""
+    return bool(node.meta.get(STATIC_ADDRESS, False))
 
 
 def is_size(node: Any) -> bool:

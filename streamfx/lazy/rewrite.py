@@ -28,6 +28,7 @@ from streamfx.ir.recipe import (
     RowAxes,
 )
 from streamfx.ir.sizes import product, quotient, shape_of, size_of
+from streamfx.lazy import steps
 from streamfx.lazy.frontier import Frontier, frontier_of, is_known_size
 from streamfx.lazy.rows import rows_of_program
 from streamfx.lazy.table import ALIASING, CONTRACTING, Kind, kind_of, sums
@@ -87,7 +88,27 @@ def _chosen(outputs: Sequence[Any], values: Values) -> dict[fx.Node, Frontier]:
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.given):
             chosen[base] = frontier
             needed.update(values.bases[node] for node in frontier.given)
+    read = _behind([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
+    chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_made_whole(base)}
     return _incomparable(chosen, groups, outputs, values)
+
+
+def is_made_whole(base: fx.Node) -> bool:
+    """Whether an output is too small to be made along the sequence. If no other output follows from it, as a loss does, the
+    caller called the graph for it: deferred, it would take its own memory, and also that of what it is rebuilt from.
+    """
+    numel = example(base).numel()
+    return isinstance(numel, int) and numel < steps.LEAST
+
+
+def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What values are computed from, and they themselves."""
+    behind, waiting = set(nodes), list(nodes)
+    while waiting:
+        found = [operand for operand in waiting.pop().all_input_nodes if operand not in behind]
+        behind.update(found)
+        waiting += found
+    return behind
 
 
 def _incomparable(

@@ -13,7 +13,7 @@ from streamfx.cost.flops import flops_of_graph
 from streamfx.cost.memory import bytes_like, bytes_of_values
 from streamfx.errors import told
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_parameter, is_tensor
 from streamfx.log import log
 from streamfx.options import Options
 from streamfx.passes.operators.aliasing import memories_made
@@ -99,5 +99,5 @@ def _tell_once(about: Hashable, text: str) -> None:
 
 def _code(facts: Facts) -> Hashable:
     """What a graph has in common with that of the same model at another length: lines of code, and the kinds of its weights."""
-    weights = (primal.meta["val"] for primal in facts.joint.primals if primal.meta.get("streamfx_static_address"))
+    weights = (primal.meta["val"] for primal in facts.joint.primals if is_parameter(primal))
     return source_lines(facts.joint.nodes), tuple((value.dtype, tuple(value.shape)) for value in weights)

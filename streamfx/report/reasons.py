@@ -11,14 +11,14 @@ from torch import fx
 from streamfx.budget import AUTO, in_bytes
 from streamfx.cost.memory import bytes_like
 from streamfx.errors import NotStreamed, OverBudget
-from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.ir.facts import Facts, Form
+from streamfx.ir.joint import is_parameter, is_tensor, tensor_operands
 from streamfx.options import Options
 from streamfx.passes.analysis.whys import JOINS, PUTS, TAKES, joins_blocks
 from streamfx.passes.operators.collectives import is_collective
 from streamfx.passes.operators.hub_kernels import is_attention
 from streamfx.passes.operators.opaque import is_opaque, is_triton, why_opaque
-from streamfx.passes.operators.traits import CONTRACTIONS, CUTS
+from streamfx.passes.operators.traits import CONTRACTIONS, CUTS, producer_of
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
 
@@ -35,7 +35,8 @@ NO_RULE = (
     "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; where it has a state, "
     "streamfx.register_recurrence)"
 )
-RANKS = "what lies between two such operators streams"
+RANKS = "nothing in the code needs to change"
+FROM_RANKS = "{target} works on rows that ranks have sent each other, in one piece"
 PARTS = "keep the parts in a dimension of their own (torch.stack, unflatten), so that rows stay rows of one sequence"
 BY_NUMBER = (
     "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
@@ -123,7 +124,27 @@ def _obstacle(node: fx.Node, found: str, facts: Facts, widest: int) -> Obstacle:
     sizes = {value: bytes_like(value.meta["val"]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
     matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
     along = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
-    return Obstacle(str(node.target), found, source_line(node), _advice(node, facts), matters, along)
+    found, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (found, _advice(node, facts))
+    return Obstacle(str(node.target), found, source_line(node), do, matters, along)
+
+
+def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
+    """Whether collectives give an operator all rows that it reads, and no loop works on them in between."""
+    if is_collective(node) or is_opaque(node):
+        return False
+    todo, seen, is_found = [node], {node}, False
+    while todo:
+        for operand in tensor_operands(todo.pop()):
+            maker = producer_of(operand)
+            if operand in facts.axes.static or maker in seen or not _is_along_sequence(operand, facts):
+                continue
+            is_sent = is_collective(maker)
+            if not is_sent and (maker.op == "placeholder" or facts.demand.form(operand) is not Form.WHOLE):
+                return False
+            is_found |= is_sent
+            seen.add(maker)
+            todo += [] if is_sent else [maker]
+    return is_found
 
 
 def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
@@ -197,7 +218,7 @@ def why_no_stages(facts: Facts) -> str:
 
 def _is_single_row(facts: Facts) -> bool:
     """Whether the tensors that change from call to call are one row each: the id of one token, or the features of one."""
-    primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not primal.meta.get("streamfx_static_address")]
+    primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not is_parameter(primal)]
     rows = [_sizes_of_rows(primal.meta["val"]) for primal in primals]
     return bool(rows) and all(isinstance(size, int) and size == 1 for sizes in rows for size in sizes)
 

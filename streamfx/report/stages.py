@@ -15,8 +15,9 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
 from streamfx.passes.operators.rules.attention import M
+from streamfx.passes.operators.traits import PART_OF
 from streamfx.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
-from streamfx.report.reasons import Obstacle, obstacles, why_no_stages
+from streamfx.report.reasons import Obstacle, is_from_ranks, obstacles, why_no_stages
 from streamfx.report.wire import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.watch import Place
@@ -156,7 +157,8 @@ def place_loops(facts: Facts) -> None:
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
-    """For each attention of the forward half, which keys a row sees, and their span; "whole" where it does not stream.
+    """For each attention of the forward half, which keys a row sees, and their span; "whole" if it does not stream, "all ranks'
+    rows" if that is because ranks have sent each other what it works on. Groups of heads count as one attention.
 
     Keys that are no rows of the sequence, or were collected from it, are seen by the rows of every chunk.
     """
@@ -168,7 +170,7 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
         elif is_fused_attention(node.target) and facts.demand.roles.get(node, {}).get(M) is Role.ROWS:
             kinds[node] = "all keys", None
         elif is_fused_attention(node.target) or (node in facts.demand.reasons and _is_pair(node, facts)):
-            kinds[node] = "whole", None
+            kinds[node.meta.get(PART_OF, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
     return list(kinds.values())
 
 

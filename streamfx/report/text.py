@@ -16,6 +16,7 @@ NOT_ALL = "not compared with other ways: part of the step is not traced, runs in
 COUNTED = "memory for activations and gradients"
 CHUNK_WORK = "what loops compute for a chunk, less with a smaller chunk_size"
 NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
+IN_PART_HEADING = "of {names} this runs whole between loops, the rest streams:"
 PLACES = 3  # lines of code that a reason names
 IN_PART = 0.995  # of FLOPs; where less is in loops, it is not said that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
@@ -54,7 +55,7 @@ def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
         if kind == "small":
             small.setdefault(names, []).append(text)
         else:
-            heading = f"{names} runs whole:" if kind == "whole" else f"of {names} this runs whole:"
+            heading = f"{names} runs whole:" if kind == "whole" else IN_PART_HEADING.format(names=names)
             headed.setdefault(heading, []).append(text)
     for heading, texts in headed.items():
         yield ""

@@ -208,4 +208,28 @@ ROWS = (
         "    return operator in RULES or",
         ("test_user_rules.py::test_what_cannot_be_is_refused",),
     ),
+    Mutation(
+        "told",
+        "what works on exchanged rows is told to be written otherwise",
+        "streamfx/report/reasons.py",
+        "            is_found |= is_sent\n",
+        "",
+        ("test_whys.py::test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise",),
+    ),
+    Mutation(
+        "told",
+        "a rank's own rows are told to have come from others",
+        "streamfx/report/reasons.py",
+        "                return False\n            is_found",
+        "                continue\n            is_found",
+        ("test_whys.py::test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise",),
+    ),
+    Mutation(
+        "told",
+        "ZeRO-3 is refused by enable alone",
+        "streamfx/backend.py",
+        "        refuse_partitioned(inputs)\n",
+        "",
+        ("test_zero_3.py::test_zero_3_is_refused",),
+    ),
 )

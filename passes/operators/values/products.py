@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from streamfx.cost.flops import PACKED
-from streamfx.ir.joint import tensor_operands
+from streamfx.ir.joint import is_parameter, tensor_operands
 from streamfx.ir.ranges import INFINITY, LONGEST, Range, activation, everything, hull
 from streamfx.passes.operators.traits import unpacks
 from streamfx.passes.operators.values.arithmetic import plus, times
@@ -118,7 +118,7 @@ def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
         return None
     operands = tensor_operands(node)
     rows = () if unpacks(node) else operands[:1]
-    if not all(item.meta.get("streamfx_static_address") for item in operands[len(rows) :]):
+    if not all(map(is_parameter, operands[len(rows) :])):
         return None
     dtype: torch.dtype = node.meta["val"].dtype
     return product(dtype, LONGEST, activation(dtype), *(reader(item) for item in rows))
