@@ -135,4 +135,11 @@ ROWS = (
         ("test_bags.py::test_gradients_of_bags",),
         BAGS,
     ),
+    _row(
+        "windows in larger steps are windows of all rows",
+        "tuple(stride) == (1, 1) and not any(padding) and not ceil",
+        "not any(padding) and not ceil",
+        ("test_transforms_and_pools.py::test_what_mixes_rows",),
+        "passes/operators/rules/decompositions.py",
+    ),
 )
