@@ -17,7 +17,14 @@ from streamfx.report.listing import call_text, dtype_text, shape_text
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
 from streamfx.runtime.decayed_sums import BACKWARD, DECAYED_SUMS
 from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
-from tests import test_attention_with_sink, test_canonical, test_canonical_blocks, test_canonical_equations, test_relative_shifts
+from tests import (
+    test_attention_with_sink,
+    test_bags,
+    test_canonical,
+    test_canonical_blocks,
+    test_canonical_equations,
+    test_relative_shifts,
+)
 from tests.support.canonical import Case, graphs, plain
 from tests.support.combines import affine, number_of
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
@@ -169,6 +176,9 @@ SEEN: dict[str, tuple[Case, Case]] = {  # by row: a graph that it rewrites, and 
         CASES["put"],
         Case(lambda x, i: aten.index_put(torch.ones_like(x), [i, i], x[:, 0]), (plain(3, 3), torch.tensor([1, 2, 0]))),
     ),
+    "sum of a bag": (test_bags.forward(0), test_bags.forward(0, step=2)),
+    "gradient of a bag": (test_bags.backward(1), test_bags.backward(1, step=2)),
+    "gradient of weights in a bag": (test_bags.backward(0), test_bags.backward(0, step=2)),
     "rows put by a mask": (CASES["scattered before"], CASES["scattered of elements"]),
     "number put by a mask": (CASES["put by a mask of rows"], CASES["put by a mask added"]),
     "gradient of rows put by a mask": (CASES["added back before"], CASES["added back of elements"]),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.exactness import compare
 
+POOLED = "pools windows of rows that overlap, reach beyond an end, or have sizes of their own"
 VOCABULARY, WIDTH, LENGTH = 13, 8, 23
 Mix = Callable[[Tensor], Tensor]
 
@@ -67,16 +68,31 @@ STREAM: dict[str, Mix] = {
     "images": images,
     "a norm of groups": Normed(),
     "means of blocks of rows": lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 5)).square().mean(1, keepdim=True),
+    "means of windows of rows": lambda x: along_sequence(F.pad(x, (0, 0, 2, 0)), lambda y: F.avg_pool1d(y, 3, 1)),
+    "the largest of windows of rows": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).amax(-1),
     "a diagonal": lambda x: (x[..., :, None] * x[..., None, :]).diagonal(0, -2, -1),
     "a matrix of a diagonal": lambda x: torch.diag_embed(x).sin().sum(-1),
     "a diagonal above": lambda x: F.pad((x[..., :, None] * x[..., None, :]).diagonal(1, -1, -2), (0, 1)),
 }
 RUN_WHOLE: dict[str, tuple[Mix, str]] = {
-    "windows": (lambda x: along_sequence(F.pad(x, (0, 0, 2, 0)), lambda y: F.avg_pool1d(y, 3, 1)), "no rule for aten.avg_pool2d"),
+    "windows that reach beyond an end": (lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 3, 1, 1)), POOLED),
+    "windows in steps": (
+        lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 5, 2)).mean(1, keepdim=True),
+        POOLED,
+    ),
+    "windows of sizes of their own": (
+        lambda x: along_sequence(x, lambda y: F.adaptive_avg_pool1d(y, 4)).mean(1, keepdim=True),
+        POOLED,
+    ),
     "means up to the end": (
         lambda x: along_sequence(x, lambda y: F.avg_pool1d(y, 5, ceil_mode=True)).mean(1, keepdim=True),
-        "no rule for aten.avg_pool2d",
+        POOLED,
     ),
+    "the largest of windows": (
+        lambda x: along_sequence(F.pad(x, (0, 0, 2, 0)), lambda y: F.max_pool1d(y, 3, 1)),
+        "takes the largest row of each window",
+    ),
+    "a diagonal of rows": (lambda x: x[:, :WIDTH].diagonal(0, 1, 2).sum() * x, "diagonal.default mixes the rows of the sequence"),
     "memory in another order": (
         lambda x: (2 * x).as_strided((2, LENGTH, WIDTH), (LENGTH * WIDTH, 1, LENGTH)),
         "aten.as_strided.default reads memory",

@@ -13,6 +13,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization import (
     associative_scans,
     attention_with_sink,
+    bags,
     blocks_of_rows,
     constant_writes,
     convolution_package,
@@ -84,6 +85,9 @@ TABLE: tuple[Equation, ...] = (
     relative_shifts.gradient_of_columns,
     one_hot.one_of_each,
     one_hot.put_into_each,
+    bags.sum_of_a_bag,
+    bags.gradient_of_a_bag,
+    bags.gradient_of_weights_in_a_bag,
     scattered.rows_put_by_a_mask,
     scattered.number_put_by_a_mask,
     scattered.gradient_of_rows_put_by_a_mask,

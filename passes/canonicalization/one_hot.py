@@ -6,6 +6,7 @@ up, too. That numbers are in range is asserted, as the look-up does itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
+from streamfx.passes.canonicalization.constant_indices import are_row_numbers
 from streamfx.passes.canonicalization.equation import equation
 from streamfx.passes.canonicalization.row_numbers import NUMBERS, VIEWS, repeats
 from streamfx.passes.operators.fillers import is_zero
@@ -24,26 +26,47 @@ OF_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 
 @dataclass(frozen=True)
 class _Numbers:
-    """`x[arange(b)[:, None], arange(t), numbers]`: indices of which all but one count every row of their dimension."""
+    """`x[arange(b)[:, None], arange(t), numbers]`: indices of which all but one count every row of their dimension.
+
+    Or they count the rows of a view of x that has the shape of the numbers, and behind it what they look into: `dim` is then a
+    dimension of the view.
+    """
 
     source: fx.Node
     numbers: fx.Node
     dim: int
-    rows: int  # dimensions that are counted
+    place: int  # the dimension of the source that the numbers look into
+    rows: int  # dimensions that are counted, of the view
+    is_viewed: bool
 
     @property
     def rank(self) -> int:
         """Of what is looked up, or put."""
-        return len(shape_of_node(self.source)) - 1
+        behind = len(shape_of_node(self.source)) - self.place - 1
+        return self.rows + behind if self.is_viewed else len(shape_of_node(self.source)) - 1
+
+    def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
+        """A value of the source's shape, with the rows that are counted."""
+        if not self.is_viewed:
+            return value
+        sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.place :]]
+        return writer.call(aten.reshape.default, value, sizes)
+
+    def back(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
+        """Such a value with the source's shape again."""
+        return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
 
 @equation(aten.index.Tensor)
 def one_of_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)"""
+    """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)
+
+    Likewise of rows that a view has flattened: x[arange(b * t).view(b, t), last] is made of x.view(b, t, v).
+    """
     found = _numbers(node)
     if found is None or not node.meta["val"].is_floating_point() or any(_is_changed_in_place(user, found) for user in node.users):
         return None
-    source, hit = found.source, _hit(found, writer)
+    source, hit = found.view(found.source, writer), _hit(found, writer)
     signs = writer.call(aten.copysign.Tensor, _number(1.0, source, writer), source)
     taken, sign = (_sum_of_hits(hit, values, found.dim, writer) for values in (source, signs))
     return writer.call(aten.copysign.Tensor, taken, sign)
@@ -67,14 +90,15 @@ def put_into_each(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
     if not arguments["accumulate"] and _is_of(values, found):
-        made = writer.call(values.target, target, *values.args[1:], **values.kwargs)
+        made = writer.call(values.target, found.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
         made = _spread(values, found, writer)
-        made = writer.call(aten.add.Tensor, target, made) if arguments["accumulate"] else made
+        made = writer.call(aten.add.Tensor, found.view(target, writer), made) if arguments["accumulate"] else made
     else:  # zero plus -0 is zero
         made = writer.call(aten.add.Tensor, values, _number(0.0, target, writer)) if arguments["accumulate"] else values
-        return writer.call(aten.where.self, _hit(found, writer), _spread(made, found, writer), _number(0.0, target, writer))
-    return writer.call(aten.where.self, _hit(found, writer), made, target)
+        put = writer.call(aten.where.self, _hit(found, writer), _spread(made, found, writer), _number(0.0, target, writer))
+        return found.back(put, writer)
+    return found.back(writer.call(aten.where.self, _hit(found, writer), made, found.view(target, writer)), writer)
 
 
 def _spread(values: fx.Node, found: _Numbers, writer: GraphWriter) -> fx.Node:
@@ -108,11 +132,20 @@ def _numbers(node: fx.Node) -> _Numbers | None:
         return None
     counted = [_counts(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
     dim = next((i for i, place in enumerate(counted) if place != i), count)
-    numbers = indices[dim] if dim < count else None
-    if numbers is None or counted[dim + 1 :] != list(range(dim, count - 1)):
+    if dim == count or counted[dim + 1 :] != list(range(dim, count - 1)):
+        return _numbers_of_a_view(source, indices)
+    if shape_of_node(indices[dim]) != (*shape[:dim], *shape[dim + 1 : count]):
+        return _numbers_of_a_view(source, indices)
+    return _Numbers(source, indices[dim], dim, dim, count - 1, is_viewed=False)
+
+
+def _numbers_of_a_view(source: fx.Node, indices: Sequence[fx.Node]) -> _Numbers | None:
+    """What the last index looks into, if the others count the rows of all dimensions before it together."""
+    *counts, numbers = indices
+    shape, place = shape_of_node(numbers), len(counts)
+    if not are_row_numbers(counts, shape_of_node(source)[:place], shape):
         return None
-    rows = (*shape[:dim], *shape[dim + 1 : count])
-    return _Numbers(source, numbers, dim, count - 1) if shape_of_node(numbers) == rows else None
+    return _Numbers(source, numbers, len(shape), place, len(shape), is_viewed=True)
 
 
 def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
@@ -130,18 +163,18 @@ def _counts(index: fx.Node, rows: Size, rank: int) -> int | None:
 
 def _in_range(found: _Numbers, writer: GraphWriter) -> fx.Node:
     """Numbers counted from the start, all of which are there."""
-    numbers, size = found.numbers, size_arguments(found.source, writer)[found.dim]
+    numbers, size = found.numbers, size_arguments(found.source, writer)[found.place]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     counted = writer.call(aten.where.self, is_from_end, from_start, numbers)
     inside = writer.call(aten.ge.Scalar, counted, 0), writer.call(aten.lt.Scalar, counted, size)
     is_there = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *inside))
-    writer.call(aten._assert_async.msg, is_there, f"index out of bounds for dimension {found.dim}")
+    writer.call(aten._assert_async.msg, is_there, f"index out of bounds for dimension {found.place}")
     return counted
 
 
 def _hit(found: _Numbers, writer: GraphWriter) -> fx.Node:
     """[b t 1 ...]: whether a row's number is the one that is asked for."""
-    counted, size = _in_range(found, writer), size_arguments(found.source, writer)[found.dim]
+    counted, size = _in_range(found, writer), size_arguments(found.source, writer)[found.place]
     position = writer.call(aten.arange.default, size, device=counted.meta["val"].device)
     for _ in range(found.dim):
         position = writer.call(aten.unsqueeze.default, position, 0)

@@ -8,9 +8,9 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.canonicalization.equation import equation
+from streamfx.passes.operators.rules.decompositions import WIDEST
 
 aten = torch.ops.aten
-WIDEST = 16  # places of a window that are worth an operator each
 
 
 @equation(aten.unfold.default)

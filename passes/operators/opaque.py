@@ -27,6 +27,16 @@ LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor 
 ALONE = "{operator} gets no operands that tell which call of {forward} it belongs to, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
+POOLED = "{target} pools windows of rows that overlap, reach beyond an end, or have sizes of their own"
+LARGEST = "{target} takes the largest row of each window; x.unfold(dim, size, 1).amax(-1) streams along dim"
+IN_WORDS: dict[Any, str] = {
+    aten.avg_pool2d.default: POOLED,
+    aten.avg_pool2d_backward.default: POOLED,
+    aten._adaptive_avg_pool2d.default: POOLED,
+    aten._adaptive_avg_pool2d_backward.default: POOLED,
+    aten.max_pool2d_with_indices.default: LARGEST,
+    aten.max_pool2d_with_indices_backward.default: LARGEST,
+}
 READS_MEMORY |= {target: target for target in READS_STRIDES}
 
 
@@ -50,7 +60,9 @@ def why_opaque(node: fx.Node) -> str:
         )
     if isinstance(node.target, OpOverload) and (declared := BACKWARDS.get(node.target.name())) is not None:
         return ALONE.format(operator=node.target, forward=declared.operators[0])
-    return f"{node.target} runs on all ranks at once, in one piece" if is_collective(node) else f"no rule for {node.target}"
+    if is_collective(node):
+        return f"{node.target} runs on all ranks at once, in one piece"
+    return IN_WORDS.get(node.target, "no rule for {target}").format(target=node.target)
 
 
 def is_triton(node: fx.Node) -> bool:

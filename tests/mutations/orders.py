@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.row import Mutation
 
 FOUND = "passes/canonicalization/inverse_orders.py"
+BAGS = "passes/canonicalization/bags.py"
+INDICES = "passes/canonicalization/constant_indices.py"
 ROW = ("test_canonical_equations.py::test_row",)
 
 
@@ -76,5 +78,68 @@ ROWS = (
         "    positions = ()\n",
         ("test_sorted_rows.py::test_rows_written_over_others",),
         "passes/operators/rules/indexing.py",
+    ),
+    _row(
+        "row numbers may come in any order",
+        "            if not torch.equal(number.expand(shape).long(), expected % size):  # type: ignore[union-attr]\n",
+        "            if number.sum() != (expected % size).sum() and number.shape == shape:  # type: ignore[union-attr]\n",
+        ("test_constant_indices.py::test_labels_at_other_rows_are_looked_up",),
+        INDICES,
+    ),
+    _row(
+        "only the last of several indices has to be the number of a row",
+        "zip(reversed(rows), reversed(numbers), strict=True)",
+        "[(rows[-1], numbers[-1])]",
+        ("test_constant_indices.py::test_labels_at_other_rows_are_looked_up",),
+        INDICES,
+    ),
+    _row(
+        "a column of row numbers is beside a row of labels",
+        "    if shape_of_node(index) != shape:\n        return False\n",
+        "",
+        ("test_constant_indices.py::test_labels_of_all_rows_at_each_row_are_looked_up",),
+        INDICES,
+    ),
+    _row(
+        "what is put at rows of a view has the view's shape",
+        "size_arguments(self.source, writer)) if self.is_viewed else value\n",
+        "size_arguments(self.source, writer)) if False else value\n",
+        ("test_constant_indices.py::test_labels_of_each_row_are_compared",),
+        "passes/canonicalization/one_hot.py",
+    ),
+    _row(
+        "bags begin wherever offsets count up in steps",
+        '        if is_held and (arguments["start"], arguments["step"]) == (0, step):\n',
+        '        if is_held and arguments["start"] == 0:\n',
+        ("test_bags.py::test_a_longer_last_bag_stays",),
+        INDICES,
+    ),
+    _row(
+        "all bags are of the length that they have on average",
+        "    return None if is_equal else LENGTHS\n",
+        "    return None if length is not None else LENGTHS\n",
+        ("test_bags.py::test_other_bags_run_whole",),
+        BAGS,
+    ),
+    _row(
+        "padding counts in a mean",
+        "        if self.counted is None:\n            return call(",
+        "        if True:\n            return call(",
+        ("test_bags.py::test_bags_of_one_length_stream",),
+        BAGS,
+    ),
+    _row(
+        "weights of padding have gradients",
+        "    made = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)\n",
+        "    made = writer.call(aten.sum.dim_IntList, products, [2])\n",
+        ("test_bags.py::test_gradients_of_bags",),
+        BAGS,
+    ),
+    _row(
+        "windows in larger steps are windows of all rows",
+        "tuple(stride) == (1, 1) and not any(padding) and not ceil",
+        "not any(padding) and not ceil",
+        ("test_transforms_and_pools.py::test_what_mixes_rows",),
+        "passes/operators/rules/decompositions.py",
     ),
 )

@@ -17,6 +17,7 @@ from streamfx.torch_private import get_decompositions
 
 aten = torch.ops.aten
 Sizes: TypeAlias = "Sequence[int]"
+WIDEST = 16  # places of a window that are worth an operator each
 
 WHOLE_OPERATORS = (
     aten.mse_loss,
@@ -49,7 +50,9 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *how: Any) -> Tensor:
-    """Means of blocks that lie side by side; windows that overlap, or that reach beyond an end, stay one operator."""
+    """Means of blocks that lie side by side, and of a few rows in steps of one; other windows stay one operator."""
+    if _are_windows(x, size, stride, padding, ceil, *how):
+        return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *how):
         return NotImplemented
     rows, columns = (whole // own for whole, own in zip(x.shape[-2:], (size[0], size[-1]), strict=True))
@@ -58,6 +61,10 @@ def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,
 
 
 def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *how: Any) -> Tensor:
+    if _are_windows(x, size, *how):
+        each = (gradient / size[-1]).unsqueeze(-1).expand(*gradient.shape, size[-1])
+        windows: Tensor = aten.unfold_backward(each, x.shape, x.dim() - 1, size[-1], 1)
+        return windows
     if not _are_blocks(size, *how):
         return NotImplemented
     share = (gradient / (size[0] * size[-1])).unsqueeze(-1).unsqueeze(-3)
@@ -71,6 +78,14 @@ def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *how: Any) ->
 def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None) -> bool:
     steps = (stride[0], stride[-1]) if stride else (size[0], size[-1])
     return steps == (size[0], size[-1]) and not any(padding) and not ceil and divisor is None
+
+
+def _are_windows(
+    x: Tensor, size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None
+) -> bool:
+    """Whether each window has the next one's numbers but for one, along the last dimension, and none reaches beyond an end."""
+    is_narrow = len(size) == 2 and size[0] == 1 < size[1] <= WIDEST
+    return is_narrow and tuple(stride) == (1, 1) and not any(padding) and not ceil and divisor is None and x.shape[-1] >= size[1]
 
 
 _OF_TORCH: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
