@@ -38,7 +38,7 @@ OTHERS: dict[str, Rows] = {
     "later by one": lambda: [(torch.arange(8).view(2, 4) + 1) % 8],
     "twice": lambda: [torch.arange(8).view(2, 4) // 2],
     "by time and block": lambda: [torch.arange(2)[:, None] + 2 * torch.arange(4)],
-    "of blocks in another order": lambda: [1 - torch.arange(2).repeat_interleave(4), torch.arange(4).repeat(2)],
+    "of blocks in another order": lambda: [(torch.arange(8) // 4 + 1) % 2, torch.arange(8) % 4],
     "with one row before its block": lambda: [torch.arange(8) // 4, (torch.arange(8) + 1) % 4],
     "that add up to those of rows": lambda: [(torch.arange(8) + 1) // 4 % 2, (torch.arange(8) + 1) % 4 - 1],
     "of a few rows": lambda: [torch.arange(4).view(2, 2)],
