@@ -25,6 +25,7 @@ from streamfx.torch_private import mutated_inputs
 from tests.corpus.numbers import numbers_of
 from tests.corpus.written import Plain, read
 from tests.support.exactness import Recorded, assert_small, value_errors
+from tests.support.precision import default_dtype
 
 FOLDER = Path(__file__).parent / "graphs"
 KEPT = "found.json"
@@ -44,6 +45,7 @@ class Entry:
     watched: list[int]  # positions of inputs whose values the compiled graph relies on
     numbers: list[Plain] = field(repr=False)  # of primals and tangents
     graph: Plain = field(repr=False)
+    dtype: str = "float32"  # the default one, which operators without a dtype take
 
     # -- files
 
@@ -57,7 +59,8 @@ class Entry:
 
     def save(self, folder: Path = FOLDER) -> None:
         folder.mkdir(exist_ok=True, parents=True)
-        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+        own = {key: value for key, value in asdict(self).items() if (key, value) != ("dtype", "float32")}
+        text = json.dumps(own, separators=(",", ":"), sort_keys=True)
         (folder / f"{self.name}.graph").write_bytes(zlib.compress(text.encode(), 9))
 
     # -- the graph
@@ -80,7 +83,8 @@ class Entry:
         return captured(self.module, self.primals, self.outputs, self.static, known_masks, mutated)
 
     def analysed(self, **options: Any) -> Facts:
-        return run_pipeline(self.captured, resolved({**self.options, **options}))
+        with default_dtype(getattr(torch, self.dtype)):
+            return run_pipeline(self.captured, resolved({**self.options, **options}))
 
     def recorded(self) -> Recorded:
         """What replays the graph."""
@@ -98,7 +102,8 @@ class Entry:
         if facts.program is None or self.draws():
             return
         recorded = self.recorded()
-        errors = value_errors(recorded.streamed_values(facts.program), recorded.joint_values(), self.outputs)
+        with default_dtype(getattr(torch, self.dtype)):
+            errors = value_errors(recorded.streamed_values(facts.program), recorded.joint_values(), self.outputs)
         assert_small(errors, tolerance, self.name)
 
 

@@ -13,11 +13,12 @@ from torch._functorch.partitioners import default_partition
 
 from streamfx.options import resolved
 from tests.corpus.entries import Entry
-from tests.corpus.numbers import written_numbers
+from tests.corpus.numbers import dtype_name, written_numbers
 from tests.corpus.written import Plain, written
 from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import draw_kind
 from tests.support.exactness import Recorded, call, scalar_of
+from tests.support.precision import default_dtype
 from tests.test_random import FOUND
 
 ROWS = 5
@@ -44,8 +45,8 @@ class Captured(Recorded):
         primals, outputs, static = self.joint_arguments
         values = [*(self.primals or ()), *(self.tangents or ())]
         numbers = [written_numbers(value, position in static or position >= primals) for position, value in enumerate(values)]
-        watched = list(self.watches)
-        return Entry(name, source, options, primals, outputs, list(static), watched, numbers, self.written)
+        dtype = dtype_name(torch.get_default_dtype())
+        return Entry(name, source, options, primals, outputs, list(static), list(self.watches), numbers, self.written, dtype)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Program:
     step: Callable[[Any], Any]  # forward and backward, given the compiled model
     options: dict[str, Any]
     dynamic: bool | None = None
+    dtype: torch.dtype = torch.float32  # the default one
 
 
 def captured(source: Source) -> Iterator[Entry]:
@@ -70,26 +72,25 @@ def captured(source: Source) -> Iterator[Entry]:
         found.append(own := Captured(module, resolved({"outputs": "dense", **options})))
         return own.compile(inputs)
 
-    program.step(torch.compile(program.model, backend=backend, dynamic=program.dynamic))
+    with default_dtype(program.dtype):
+        program.step(torch.compile(program.model, backend=backend, dynamic=program.dynamic))
     graphs = [one for one in found if one.written is not None and one.tangents is not None]
     name = name_of(source)
     for number, one in enumerate(graphs):
-        yield one.entry(name if len(graphs) == 1 else f"{name}-graph_{number}", source, options)
+        with default_dtype(program.dtype):
+            yield one.entry(name if len(graphs) == 1 else f"{name}-graph_{number}", source, options)
 
 
 def _of_zoo(name: str, dynamic: bool = False) -> Program:
-    from tests.zoo.models import built, default_dtype_of, grouped_products_in_float64, inputs
+    from tests.zoo.models import built, dtype_of, grouped_products_in_float64, inputs
 
     grouped_products_in_float64()
-    with default_dtype_of(name):
+    with default_dtype(dtype_of(name)):
         model = built(name)
         given = inputs(name, model)
-
-    def step(compiled: Any) -> None:
-        with default_dtype_of(name):
-            scalar_of(call(compiled, given)).backward()
-
-    return Program(model, step, _in_chunks(ROWS), dynamic or None)
+    return Program(
+        model, lambda compiled: scalar_of(call(compiled, given)).backward(), _in_chunks(ROWS), dynamic or None, dtype_of(name)
+    )
 
 
 def _random(kind: str, number: int) -> Program:

@@ -10,9 +10,12 @@ import importlib.machinery
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
+
+import torch
 
 WIDENED = (
     (re.compile(r"\btorch\.float32\b"), "torch.float64"),
@@ -67,3 +70,14 @@ def widen_models() -> None:
     if loaded:
         raise RuntimeError(f"models are already loaded ({loaded[0]}): install the hook first")
     sys.meta_path.insert(0, _Finder())
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The default dtype, for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -23,7 +23,8 @@ from streamfx.report.reasons import SINGLE_ROW
 from streamfx.report.stages import stage_reports
 from streamfx.torch_private.dynamo import noted_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
-from tests.zoo.models import CHUNK, built, default_dtype_of, inputs
+from tests.support.precision import default_dtype
+from tests.zoo.models import CHUNK, built, dtype_of, inputs
 
 BOUND = 1e-11  # of a relative error in float64
 MOST = 300  # characters of an error that a row keeps
@@ -72,7 +73,7 @@ def measured(model_type: str) -> Row:
     (transformers itself cannot run it).
     """
     warnings.filterwarnings("ignore")
-    with default_dtype_of(model_type):
+    with default_dtype(dtype_of(model_type)):
         return _measured(model_type)
 
 

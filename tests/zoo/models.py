@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -73,15 +71,9 @@ BY_DEFAULT_DOUBLE = {"xglm"}  # makes a float64 limit a tensor of the default ty
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
 
 
-@contextmanager
-def default_dtype_of(model_type: str) -> Iterator[None]:
+def dtype_of(model_type: str) -> torch.dtype:
     """The default dtype that a model of the type is built and run with."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if model_type in BY_DEFAULT_DOUBLE else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return torch.float64 if model_type in BY_DEFAULT_DOUBLE else torch.get_default_dtype()
 
 
 @cache
