@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tests.random_decoders.__main__ import numbered
 from tests.random_decoders.checking import executed
-from tests.random_decoders.kinds import KINDS
+from tests.random_decoders.kinds import KINDS, numbered
+from tests.random_decoders.specification import Decoder
 from tests.support.exactness import call, fresh, scalar_of
 from tests.support.peaks import TOLERATED, Peaks, peaks
 from tests.support.precision import widen_models
@@ -25,8 +25,8 @@ from tests.support.precision import widen_models
 widen_models()
 
 
-def of_random_decoder(number: int, kinds: tuple[str, ...] = ()) -> Peaks:
-    names = executed(numbered(number, False, kinds))
+def of_random_decoder(decoder: Decoder) -> Peaks:
+    names = executed(decoder)
     inputs, reduce = names["inputs"], names["reduce"]
     return peaks(names["model"], lambda model: reduce(model(**fresh(inputs))))
 
@@ -49,7 +49,7 @@ def all_of(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     else:
         numbers = range(chosen.seed, chosen.seed + chosen.count)
         kinds = tuple(chosen.kinds)
-        yield from ((str(number), lambda number=number: of_random_decoder(number, kinds)) for number in numbers)
+        yield from ((str(number), lambda number=number: of_random_decoder(numbered(number, kinds))) for number in numbers)
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from streamfx.ir.lengths import Lengths
 from streamfx.passes.partition.by_far import bytes_at_most, fits_by_far
 from streamfx.report.reasons import FITS
 from tests.random_decoders.checking import executed
-from tests.random_decoders.kinds import draw_kind
+from tests.random_decoders.kinds import numbered
 from tests.support import hf
 from tests.support.exactness import gradient_errors, outcome, scalar_of
 from tests.support.small import Causal, tokens
@@ -54,7 +53,7 @@ def assert_bounded(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 def test_random_decoders_stay_below(first: int) -> None:
     told = 0
     for number in range(first, first + 20):
-        names = executed(draw_kind(Random(number), ()))
+        names = executed(numbered(number))
         told += assert_bounded(names["model"], **names["inputs"])
     assert told >= 5
 

@@ -18,9 +18,10 @@ from streamfx.ir.joint import joint_graph
 from streamfx.lazy import defer_outputs, rewrite
 from streamfx.passes.partition.in_one_piece import bytes_at_least
 from tests.never_more import of_random_decoder
+from tests.random_decoders.found import FOUND
 from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
-from tests.support.spread import only
+from tests.support.spread import only, spread
 from tests.test_deferral import dynamo_graph
 
 Loss = Callable[[Any], Tensor]
@@ -149,10 +150,10 @@ def test_no_more_than_without(make: Callable[[], tuple[nn.Module, Loss]]) -> Non
     assert peaks(model, loss).ratio <= TOLERATED
 
 
-@pytest.mark.parametrize("number", only([17], [17, 4]))
-def test_no_more_than_with_checkpoints_around_attention(number: int) -> None:
+@pytest.mark.parametrize("place", spread(range(len(FOUND["recomputed"])), 2))
+def test_no_more_than_with_checkpoints_around_attention(place: int) -> None:
     """A partitioner saves states of random numbers for them, with operators that are given the kernel."""
-    assert of_random_decoder(number, ("recomputed",)).ratio <= TOLERATED
+    assert of_random_decoder(FOUND["recomputed"][place]).ratio <= TOLERATED
 
 
 def test_chunks_that_are_asked_for_are_made() -> None:

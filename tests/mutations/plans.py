@@ -80,7 +80,7 @@ ROWS = (
         "streamfx/cost/stand_ins.py",
         'if "val" not in node.meta and (inner',
         "if False and (inner",
-        ("test_never_more.py::test_no_more_than_with_checkpoints_around_attention[17]",),
+        ("test_never_more.py::test_no_more_than_with_checkpoints_around_attention[0]",),
     ),
     Mutation(
         "plans",

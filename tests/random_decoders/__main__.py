@@ -1,4 +1,7 @@
-"""python -m tests.random_decoders --count 5000 --seed 0: how many random decoders are exact, and the smallest that are not."""
+"""python -m tests.random_decoders --count 5000 --seed 0: how many random decoders are exact, and the smallest that are not.
+
+Each of these is printed as a literal for found.py; so is the decoder of a kind and a number by `--keep KIND NUMBER`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,14 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import replace
-from random import Random
 from typing import Any
 
 import torch
 
 from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
-from tests.random_decoders.kinds import KINDS, draw_kind
-from tests.random_decoders.program import program
-from tests.random_decoders.specification import Decoder, ingredients, sensible
+from tests.random_decoders.kinds import KINDS, numbered
+from tests.random_decoders.program import needed, program
+from tests.random_decoders.specification import Decoder, ingredients
 
 
 class Statistics:
@@ -55,11 +56,16 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
     parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders drawn to hurt in these ways")
     parser.add_argument("--show", action="store_true", help="only print the programs")
+    parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.py")
     arguments = parser.parse_args()
+    if arguments.keep:
+        kind, number = arguments.keep
+        print(f"{needed(numbered(int(number), (kind,)))},")
+        return 0
     numbers = range(arguments.seed, arguments.seed + arguments.count)
     if arguments.show:
         for number in numbers:
-            print(program(numbered(number, arguments.compiled, tuple(arguments.kinds))))
+            print(program(numbered(number, tuple(arguments.kinds), arguments.compiled)))
         return 0
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
@@ -72,22 +78,13 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def numbered(number: int, is_compiled: bool, kinds: tuple[str, ...] = ()) -> Decoder:
-    """A decoder by its number; compiled ones have dynamic shapes and lazy outputs often."""
-    random = Random(number)
-    decoder = draw_kind(random, kinds)
-    if not is_compiled:
-        return decoder
-    return sensible(replace(decoder, compiled=True, dynamic=random.random() < 0.4, lazy=random.random() < 0.4))
-
-
 def survey(
     numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()
 ) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
     """Run decoders by their numbers; failures come back by sort."""
     statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
     for done, number in enumerate(numbers, 1):
-        decoder = numbered(number, all_compiled, kinds)
+        decoder = numbered(number, kinds, all_compiled)
         try:
             statistics.add(decoder, run(decoder).facts, number)
         except WrongProgram:

@@ -6,7 +6,6 @@ from random import Random
 
 from tests.random_decoders.writer import Writer
 
-DECAYS = ("decays of rows", "decays of blocks")
 LOGS = ("-F.softplus(r[..., 0])", "-r[..., 0].square()", "r.sum(-1).clamp(max=0)", "r[..., 0].tanh()")
 REPEATED = "v[..., None].expand(*v.shape, v.shape[-1])"
 TOTALS = (

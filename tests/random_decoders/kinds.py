@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from random import Random
 from typing import Any
 
-from tests.random_decoders.blocks import SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.buffers import BUFFERS
+from tests.random_decoders.choices import Choices
 from tests.random_decoders.compressed import COMPRESSED
 from tests.random_decoders.cut_out import CUT_OUT
-from tests.random_decoders.decays import DECAYS
 from tests.random_decoders.extras import (
     APART,
     ASSERTED,
@@ -34,6 +32,7 @@ from tests.random_decoders.hidden import FILLS
 from tests.random_decoders.known_early import KNOWN_EARLY
 from tests.random_decoders.loops import LOOPS
 from tests.random_decoders.mixed import MIXES
+from tests.random_decoders.mixers import DECAYS, SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.orders import ORDERS
 from tests.random_decoders.recomputed import RECOMPUTED
 from tests.random_decoders.several_heads import SEVERAL_HEADS
@@ -42,10 +41,15 @@ from tests.random_decoders.squares import SQUARES
 from tests.random_decoders.tables import TABLES
 
 SCORES = ("matmul", "einsum", "biased")
+PLACES_OF_MIXES = ("mixed_before_norm", "mixed_after_norm", "mixed_logits")
 
 
 def _first(decoder: Decoder, **choices: Any) -> Decoder:
     return replace(decoder, layers=(replace(decoder.layers[0], **choices), *decoder.layers[1:]), precision="float64")
+
+
+def _layers(choose: Choices, count: int) -> list[Choices]:
+    return [choose.within(f"layer {number}") for number in range(count)]
 
 
 def _small(decoder: Decoder) -> Decoder:
@@ -53,108 +57,112 @@ def _small(decoder: Decoder) -> Decoder:
     return replace(decoder, layers=(replace(decoder.layers[0], mixer="none"),), bodies="eager")
 
 
-def _arithmetic(decoder: Decoder, random: Random, *names: str) -> Decoder:
-    own = drawn(Layer, random, *names)
-    core = random.choice(("boolean", *SCORES))
-    return _first(decoder, mask="arithmetic", core=core, hiding=random.choice(("fill", "where", *FILLS)), bent="none", **own)
+def _arithmetic(decoder: Decoder, choose: Choices, *names: str) -> Decoder:
+    own = drawn(Layer, choose, *names)
+    core = choose("core", ("boolean", *SCORES))
+    return _first(decoder, mask="arithmetic", core=core, hiding=choose("hiding", ("fill", "where", *FILLS)), bent="none", **own)
 
 
-def _arguments(decoder: Decoder, random: Random) -> Decoder:
-    return _arithmetic(decoder, random, "apart", "relation", "together")
+def _arguments(decoder: Decoder, choose: Choices) -> Decoder:
+    return _arithmetic(decoder, choose, "apart", "relation", "together")
 
 
-def _wraps(decoder: Decoder, random: Random) -> Decoder:
-    return _arithmetic(decoder, random, "positions", "apart", "relation", "together")
+def _wraps(decoder: Decoder, choose: Choices) -> Decoder:
+    return _arithmetic(decoder, choose, "positions", "apart", "relation", "together")
 
 
-def _ordinary(decoder: Decoder, random: Random) -> Decoder:
-    own = drawn(Layer, random, "bent", "table", "bent_last")
-    mask = random.choice(("arange", "tril", "triu", "window", "padding", "buffer", "packed"))
-    return _first(decoder, core=random.choice(SCORES), mask=mask, hiding=random.choice(tuple(FILLS)), sinks="none", **own)
+def _ordinary(decoder: Decoder, choose: Choices) -> Decoder:
+    own = drawn(Layer, choose, "bent", "table", "bent_last")
+    mask = choose("mask", ("arange", "tril", "triu", "window", "padding", "buffer", "packed"))
+    return _first(decoder, core=choose("core", SCORES), mask=mask, hiding=choose("hiding", FILLS), sinks="none", **own)
 
 
-def _passes(decoder: Decoder, random: Random) -> Decoder:
-    return replace(_small(decoder), outputs="logits", loss=random.choice(OUTSIDE), precision="float64", extra="none", bend="none")
+def _passes(decoder: Decoder, choose: Choices) -> Decoder:
+    return replace(
+        _small(decoder), outputs="logits", loss=choose("loss", OUTSIDE), precision="float64", extra="none", bend="none"
+    )
 
 
-def _threads(decoder: Decoder, random: Random) -> Decoder:
+def _threads(decoder: Decoder, choose: Choices) -> Decoder:
     return _called(decoder, "threads")
 
 
-def _changes(decoder: Decoder, random: Random) -> Decoder:
-    return _called(decoder, random.choice([way for way in CALLS if way.startswith(("buffer", "late"))]))
+def _changes(decoder: Decoder, choose: Choices) -> Decoder:
+    return _called(decoder, choose("calls", [way for way in CALLS if way.startswith(("buffer", "late"))]))
 
 
-def _lengths(decoder: Decoder, random: Random) -> Decoder:
-    return _called(decoder, random.choice(("lengths", "configured")))
+def _lengths(decoder: Decoder, choose: Choices) -> Decoder:
+    return _called(decoder, choose("calls", ("lengths", "configured")))
 
 
 def _called(decoder: Decoder, way: str) -> Decoder:
     return replace(_small(decoder), calls=way, extra="none", bend="none", dynamic=False)
 
 
-def _stages(decoder: Decoder, random: Random) -> Decoder:
+def _stages(decoder: Decoder, choose: Choices) -> Decoder:
     """Two layers, so that there is a stretch between; weights that are used twice, and inputs that join between."""
-    own = _features(decoder, random)
-    if random.random() < 0.5:
-        own = replace(own, features="none", embedding=random.choice(("tokens", "tied", "positions", "two tables")))
-    way = random.choice([way for way in CALLS if way.startswith("stages")])
-    return replace(_called(own, way), layers=own.layers, keep_every=random.choice((1, 2, 3)))
+    own = _features(decoder, choose)
+    if choose.chance("no features", 0.5):
+        own = replace(own, features="none", embedding=choose("embedding", ("tokens", "tied", "positions", "two tables")))
+    way = choose("calls", [way for way in CALLS if way.startswith("stages")])
+    return replace(_called(own, way), layers=own.layers, keep_every=choose("keep_every", (1, 2, 3)))
 
 
-def _linear(decoder: Decoder, random: Random) -> Decoder:
-    return replace(decoder, scale=random.choice((5, 0.3)), extra="none", **drawn(Decoder, random, "bend", "bend_at"))
+def _linear(decoder: Decoder, choose: Choices) -> Decoder:
+    return replace(decoder, scale=choose("scale", (5, 0.3)), extra="none", **drawn(Decoder, choose, "bend", "bend_at"))
 
 
-def _casts(decoder: Decoder, random: Random) -> Decoder:
-    if random.random() < 0.5:
-        return replace(decoder, bend="none", **drawn(Decoder, random, "extra"))
-    own = drawn(Layer, random, "counts") if random.random() < 0.7 else drawn(Layer, random, "keys_of_experts")
-    return replace(_first(decoder, mlp="sorted experts", **own), batch=random.choice((3, 5)), length=random.choice((13, 19, 37)))
+def _casts(decoder: Decoder, choose: Choices) -> Decoder:
+    if choose.chance("an extra", 0.5):
+        return replace(decoder, bend="none", **drawn(Decoder, choose, "extra"))
+    own = drawn(Layer, choose, "counts" if choose.chance("groups are counted", 0.7) else "keys_of_experts")
+    return replace(
+        _first(decoder, mlp="sorted experts", **own), batch=choose("batch", (3, 5)), length=choose("length", (13, 19, 37))
+    )
 
 
-def _bytes(decoder: Decoder, random: Random) -> Decoder:
+def _bytes(decoder: Decoder, choose: Choices) -> Decoder:
     """As many experts as a byte has numbers, sorted by these."""
-    layer = replace(decoder.layers[0], mlp="sorted experts", counts="plain", keys_of_experts=random.choice(list(BYTES)))
-    return replace(_small(decoder), layers=(layer,), length=random.choice((13, 19, 37)), extra="none", bend="none")
+    layer = replace(decoder.layers[0], mlp="sorted experts", counts="plain", keys_of_experts=choose("keys_of_experts", BYTES))
+    return replace(_small(decoder), layers=(layer,), length=choose("length", (13, 19, 37)), extra="none", bend="none")
 
 
-def _operands(decoder: Decoder, random: Random) -> Decoder:
+def _operands(decoder: Decoder, choose: Choices) -> Decoder:
     names = [name for name in EXTRAS if name.startswith(("odd", "signs", "heads", "shifted"))]
-    return replace(decoder, bend="none", extra=random.choice(names))
+    return replace(decoder, bend="none", extra=choose("extra", names))
 
 
-def _beside(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
-    return replace(decoder, bend="none", extra=random.choice(list(extras)))
+def _beside(decoder: Decoder, choose: Choices, extras: Collection[str]) -> Decoder:
+    return replace(decoder, bend="none", extra=choose("extra", extras))
 
 
-def _features(decoder: Decoder, random: Random) -> Decoder:
+def _features(decoder: Decoder, choose: Choices) -> Decoder:
     """An input joins the stream between two layers: its gradient is part of what the one leaves and the other takes."""
-    first, features = replace(decoder.layers[0], mixer="none"), random.choice(list(FEATURES))
-    second = drawn(Layer, random, "core", "mlp")
+    first, features = replace(decoder.layers[0], mixer="none"), choose("features", FEATURES)
+    second = drawn(Layer, choose.within("layer 1"), "core", "mlp")
     layers = (first, replace(first, **second))
     return replace(decoder, layers=layers, embedding="given", features=features, calls="one", extra="none", bend="none")
 
 
-def _whole(decoder: Decoder, random: Random) -> Decoder:
+def _whole(decoder: Decoder, choose: Choices) -> Decoder:
     """Several layers have something that runs whole: the backward half makes it again, a layer at a time."""
     layers = [
-        replace(decoder.layers[0], mixer=random.choice((*WHOLE, "none")), **drawn(Layer, random, "core", "mlp", "wiring", "mask"))
-        for _ in range(random.choice((2, 3)))
+        replace(decoder.layers[0], mixer=own("mixer", (*WHOLE, "none")), **drawn(Layer, own, "core", "mlp", "wiring", "mask"))
+        for own in _layers(choose, choose("count", (2, 3)))
     ]
-    lengths = {"calls": "lengths", "dynamic": True} if random.random() < 0.2 else {"calls": "one"}
+    lengths = {"calls": "lengths", "dynamic": True} if choose.chance("lengths", 0.2) else {"calls": "one"}
     return replace(decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", **lengths)
 
 
-def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCANS)) -> Decoder:
+def _scans(decoder: Decoder, choose: Choices, mixers: Collection[str] = tuple(SCANS)) -> Decoder:
     """A loop over rows that is one operator, whose steps are functions, or hands on a state; often of any length."""
     layers = [
-        replace(decoder.layers[0], mixer=random.choice(list(mixers)), **drawn(Layer, random, "core", "mlp", "wiring"))
-        for _ in range(random.choice((1, 2)))
+        replace(decoder.layers[0], mixer=own("mixer", mixers), **drawn(Layer, own, "core", "mlp", "wiring"))
+        for own in _layers(choose, choose("count", (1, 2)))
     ]
     lengths: dict[str, Any] = {"calls": "one", "length": max(decoder.length, 3)}  # eager scans no rows either
-    if random.random() < 0.3:
-        lengths = {"calls": "lengths", "dynamic": True, "length": random.choice((5, 7, 11))}
+    if choose.chance("lengths", 0.3):
+        lengths = {"calls": "lengths", "dynamic": True, "length": choose("length", (5, 7, 11))}
     own: dict[str, Any] = {
         "extra": "none",
         "bend": "none",
@@ -163,71 +171,71 @@ def _scans(decoder: Decoder, random: Random, mixers: Collection[str] = tuple(SCA
         "compiled": True,
         **lengths,
     }
-    return replace(decoder, layers=tuple(layers), adjoints=random.choice(("exact", "all")), **own)
+    return replace(decoder, layers=tuple(layers), adjoints=choose("adjoints", ("exact", "all")), **own)
 
 
-def _of_any_length(decoder: Decoder, random: Random, extras: Collection[str]) -> Decoder:
-    own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), random, extras)
-    return replace(own, length=random.choice((5, 6, 7, 11, 19)), bodies=random.choice(("eager", "inductor")))
+def _of_any_length(decoder: Decoder, choose: Choices, extras: Collection[str]) -> Decoder:
+    own = _beside(replace(_small(decoder), calls="lengths", dynamic=True), choose, extras)
+    return replace(own, length=choose("length", (5, 6, 7, 11, 19)), bodies=choose("bodies", ("eager", "inductor")))
 
 
-def _views(decoder: Decoder, random: Random) -> Decoder:
+def _views(decoder: Decoder, choose: Choices) -> Decoder:
     """Views of what is returned are returned, too: of any length they begin where sizes say."""
     own = replace(_small(decoder), calls="lengths", dynamic=True, outputs="views", layout="batch first", loss="mean")
-    return replace(own, length=random.choice((5, 11, 19)), bodies="eager")
+    return replace(own, length=choose("length", (5, 11, 19)), bodies="eager")
 
 
-def _square(decoder: Decoder, random: Random) -> Decoder:
+def _square(decoder: Decoder, choose: Choices) -> Decoder:
     """Rows of a few widths: as many as make whole blocks, or a row more or less."""
-    heads, head_size = random.choice(((1, 2), (2, 2), (1, 4), (2, 4)))
-    length = random.choice((2, 3, heads * head_size)) * heads * head_size + random.choice((0, 0, 0, 1, -1))
-    own = _beside(replace(decoder, heads=heads, head_size=head_size), random, SQUARES)
+    width = decoder.width
+    length = choose("blocks", (2, 3, width)) * width + (choose("rows more", (1, -1)) if choose.chance("not whole", 0.4) else 0)
+    own = _beside(decoder, choose, SQUARES)
     return replace(own, length=min(length, 37))
 
 
-def _alone(decoder: Decoder, random: Random) -> Decoder:
+def _alone(decoder: Decoder, choose: Choices) -> Decoder:
     """Logits much wider than what they are made of, behind what mixes rows, or does not; rows of them are read alone."""
-    places = ["none"] * 3
-    for place in random.sample(range(3), random.choice((1, 1, 2))):
-        places[place] = random.choice(list(MIXES))
-    own = replace(_called(decoder, "rows"), mixed=(places[0], places[1], places[2]), outputs="logits", loss="mean")
-    sizes: dict[str, Any] = {"heads": 1, "head_size": 2, "vocabulary": random.choice((5, 8, 11, 13))}
-    return replace(own, length=random.choice((2, 3, 5, 8, 11, 13)), batch=random.choice((1, 2, 3, 5)), scale=1, **sizes)
+    first = choose("place", PLACES_OF_MIXES)
+    second = choose("second place", PLACES_OF_MIXES) if choose.chance("two places", 0.5) else first
+    mixes: dict[str, Any] = {name: choose(name, MIXES) for name in (first, second)}
+    sizes: dict[str, Any] = {"heads": 1, "head_size": 2, "vocabulary": choose("vocabulary", (5, 8, 11, 13))}
+    sizes |= {"length": choose("length", (2, 3, 5, 8, 11, 13)), "batch": choose("batch", (1, 2, 3, 5))}
+    return replace(_called(decoder, "rows"), outputs="logits", loss="mean", scale=1, **mixes, **sizes)
 
 
-def _cut_out(decoder: Decoder, random: Random) -> Decoder:
+def _cut_out(decoder: Decoder, choose: Choices) -> Decoder:
     """Lengths of three blocks at least."""
-    own = _beside(decoder, random, CUT_OUT)
-    return replace(own, length=random.choice((9, 11, 12, 13, 14, 15, 19, 37)))
+    own = _beside(decoder, choose, CUT_OUT)
+    return replace(own, length=choose("length", (9, 11, 12, 13, 14, 15, 19, 37)))
 
 
-def _few(decoder: Decoder, random: Random) -> Decoder:
+def _few(decoder: Decoder, choose: Choices) -> Decoder:
     """Often of any length, and with lengths that leave few rows for the last chunk."""
-    draw_lengths = _of_any_length if random.random() < 0.3 else _beside
-    return draw_lengths(decoder, random, FEW)
+    draw_lengths = _of_any_length if choose.chance("lengths", 0.3) else _beside
+    return draw_lengths(decoder, choose, FEW)
 
 
-def _recomputed(decoder: Decoder, random: Random) -> Decoder:
+def _recomputed(decoder: Decoder, choose: Choices) -> Decoder:
     """Checkpoints of the program's own, which Dynamo marks in the graph."""
-    return replace(_small(_beside(decoder, random, RECOMPUTED)), compiled=True)
+    return replace(_small(_beside(decoder, choose, RECOMPUTED)), compiled=True)
 
 
-def _split(decoder: Decoder, random: Random) -> Decoder:
+def _split(decoder: Decoder, choose: Choices) -> Decoder:
     """Compiled in two parts, split at any place; or several calls and heads in one graph."""
     own = replace(decoder, extra="none", bend="none", calls="one", bodies="eager", precision="float64", compiled=True)
-    if random.random() < 0.5:
-        return _beside(own, random, SEVERAL_HEADS)
-    return replace(own, calls=f"split {random.randrange(1000)}", dynamic=False)
+    if choose.chance("several heads", 0.5):
+        return _beside(own, choose, SEVERAL_HEADS)
+    return replace(own, calls=f"split {choose('place', range(1000))}", dynamic=False)
 
 
-def _sinks(decoder: Decoder, random: Random) -> Decoder:
-    own, mask = drawn(Layer, random, "sinks", "bent"), random.choice(("arange", "strict", "padding", "window", "arithmetic"))
+def _sinks(decoder: Decoder, choose: Choices) -> Decoder:
+    own, mask = drawn(Layer, choose, "sinks", "bent"), choose("mask", ("arange", "strict", "padding", "window", "arithmetic"))
     return _first(
-        decoder, core=random.choice(("matmul", "einsum")), mask=mask, hiding=random.choice(("fill", "where", "add")), **own
+        decoder, core=choose("core", ("matmul", "einsum")), mask=mask, hiding=choose("hiding", ("fill", "where", "add")), **own
     )
 
 
-KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
+KINDS: dict[str, Callable[[Decoder, Choices], Decoder]] = {
     "1": _arguments,
     "2": _wraps,
     "3": _ordinary,
@@ -272,45 +280,21 @@ KINDS: dict[str, Callable[[Decoder, Random], Decoder]] = {
     "recomputed": _recomputed,
     "split": _split,
 }
-OFTEN = (
-    *("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few") * 3,
-    "4",
-    "5",
-    "6",
-    "12",
-    "ends",
-    "numbers",
-    "asserted",
-    "bytes",
-    "halves",
-    "looked up",
-    "over keys",
-    "shifted",
-    "joined",
-    "tables",
-    "orders",
-    "loops",
-    "squares",
-    "compressed",
-    "views",
-    "stages",
-    "whole",
-    "scans",
-    "associative",
-    "states",
-    "decays",
-    "buffers",
-    "alone",
-    "cut out",
-    "known early",
-    "recomputed",
-    "split",
-)
+OFTEN = ("1", "2", "3", "8", "9", "10", "11", "places", "pairs", "apart", "features", "few")  # three times as often
 
 
-def draw_kind(random: Random, kinds: tuple[str, ...] = ()) -> Decoder:
-    """A decoder, of one of `kinds` if there are any; else of any kind, or of none in particular."""
-    decoder = draw(random)
-    if kinds:
-        return sensible(KINDS[random.choice(kinds)](decoder, random))
-    return sensible(KINDS[random.choice(OFTEN)](decoder, random)) if random.random() < 0.6 else decoder
+def numbered(number: int, kinds: tuple[str, ...] = (), is_compiled: bool = False) -> Decoder:
+    """A decoder by its number, of one of `kinds` if there are any; else of any kind, or of none in particular.
+
+    Compiled ones have dynamic shapes and lazy outputs often.
+    """
+    choose = Choices(f"{number}")
+    decoder = draw(choose)
+    if kinds or choose.chance("of a kind", 0.6):
+        turns = [(kind, turn) for kind in kinds or KINDS for turn in range(3 if kind in OFTEN and not kinds else 1)]
+        kind, _ = choose("kind", turns)
+        decoder = sensible(KINDS[kind](decoder, choose.within(kind)))
+    if not is_compiled:
+        return decoder
+    dynamic, lazy = (choose.chance(f"compiled {name}", 0.4) for name in ("dynamic", "lazy"))
+    return sensible(replace(decoder, compiled=True, dynamic=dynamic, lazy=lazy))

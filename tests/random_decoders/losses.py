@@ -9,13 +9,12 @@ from tests.random_decoders.writer import Writer
 def head(w: Writer) -> None:
     """Write `logits` from `x`."""
     d, v = w.decoder.width, w.decoder.vocabulary
-    before, behind, last = w.decoder.mixed
-    if before != "none":
-        w.line(mixed(before, w.layout, "x"))
+    if w.decoder.mixed_before_norm != "none":
+        w.line(mixed(w.decoder.mixed_before_norm, w.layout, "x"))
     if w.decoder.final_norm:
         w.line(f"x = {w.norm('spelled', 'last_norm', d)}(x)")
-    if behind != "none":
-        w.line(mixed(behind, w.layout, "x"))
+    if w.decoder.mixed_after_norm != "none":
+        w.line(mixed(w.decoder.mixed_after_norm, w.layout, "x"))
     if w.decoder.bend != "none" and w.decoder.bend_at == "x":
         w.line("x = Bend.apply(x)")
     if w.decoder.embedding == "tied":
@@ -24,8 +23,8 @@ def head(w: Writer) -> None:
         w.line(f"logits = {w.linear('head', d, v)}(x)")
     if w.decoder.capped:
         w.line("logits = 3 * torch.tanh(logits / 3)")
-    if last != "none":
-        w.line(mixed(last, w.layout, "logits"))
+    if w.decoder.mixed_logits != "none":
+        w.line(mixed(w.decoder.mixed_logits, w.layout, "logits"))
     if w.decoder.bend != "none" and w.decoder.bend_at == "logits":
         w.line("logits = Bend.apply(logits)")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 from tests.random_decoders.bends import BEND, BENDS
-from tests.random_decoders.blocks import STATEFUL, block
+from tests.random_decoders.blocks import block
 from tests.random_decoders.extras import FEATURES, LINES, PARAMETERS
 from tests.random_decoders.functions import FUNCTIONS
 from tests.random_decoders.known_early import KNOWN
 from tests.random_decoders.losses import head, loss
-from tests.random_decoders.specification import Decoder
+from tests.random_decoders.mixers import STATEFUL
+from tests.random_decoders.specification import Decoder, shrunk
 from tests.random_decoders.writer import Writer
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16 autocast": 0.1}
@@ -114,6 +115,12 @@ def program(decoder: Decoder) -> str:
         reduce=_reduce(decoder),
         check=_check(decoder),
     )
+
+
+def needed(decoder: Decoder) -> Decoder:
+    """The decoder with the simplest of all choices that its program does not depend on."""
+    text = program(decoder)
+    return shrunk(decoder, lambda other: program(other) == text, tries=10_000)
 
 
 def _imports(text: str) -> str:
