@@ -80,3 +80,27 @@ def test_what_has_no_form_as_plain_data_is_refused() -> None:
 def test_options_of_an_entry_are_options() -> None:
     assert all(resolved(entry(name).options) for name in Entry.all()[:10])
     assert read(entry("zoo-arcee").graph).graph.find_nodes(op="placeholder")
+
+
+# -- one law for all that may be chosen: other loops, the same numbers
+
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"chunk_size": 1, "loss_chunk_size": 2},
+    {"chunk_size": 3, "loss_chunk_size": 7, "save": "attention"},
+    {"chunk_size": 100, "loss_chunk_size": 1},
+    {"save": "projections", "keep_every": 2},
+    {"save": "products", "offload": "attention"},
+    {"save": "attention", "offload": "inputs", "keep_every": 3},
+    {"chunk_size": 4, "save": "inputs", "keep_every": 2, "check_passes": True},
+    {"accumulate": "same", "chunk_size": 7},
+)
+
+
+@pytest.mark.parametrize("name", spread(Entry.all(), 6))
+def test_the_results_do_not_depend_on_what_is_chosen(name: str, request: pytest.FixtureRequest) -> None:
+    """Chunk sizes, what is saved, offloaded and kept: each graph with one choice, with all of them by `--long`."""
+    place = Entry.all().index(name)
+    choices = CHOICES if request.config.getoption("--long") else (CHOICES[place // 6 % len(CHOICES)],)
+    for choice in choices:
+        one = Entry.load(name)
+        one.check(one.analysed(**choice))
