@@ -52,7 +52,7 @@ from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import predicted, priced
 from streamfx.report.first_step import note
-from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain
+from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain, tell_of_untested_torch
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_budget, why_smaller
 from streamfx.report.stages import place_loops
@@ -114,6 +114,7 @@ def streambp(
     with raised_as_itself(module.graph):
         check_mode(mode)
         refuse_partitioned(example_inputs, "the backend streambp cannot compile a model of DeepSpeed's ZeRO-3")
+        tell_of_untested_torch()
         tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):
