@@ -52,7 +52,7 @@ from streamfx.progress import doing
 from streamfx.ranks_differ import failed_here
 from streamfx.report.brief import predicted, priced
 from streamfx.report.first_step import note
-from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain
+from streamfx.report.no_gain import tell_of_lost_writes, tell_of_no_gain, tell_of_untested_torch
 from streamfx.report.products import show_product
 from streamfx.report.reasons import check_budget, why_smaller
 from streamfx.report.stages import place_loops
@@ -91,28 +91,28 @@ def streambp(
     """The backend: a Dynamo graph and its inputs in, a callable with the same results out. `torch.compile` calls it.
 
     Args:
-        module: what Dynamo has traced.
-        example_inputs: what it is called with, as fake tensors.
+        module: the graph that Dynamo has traced.
+        example_inputs: its inputs, as fake tensors.
         options: a dictionary of options, or `streamfx.Options`.
         mode: None or "default": modes are settings of Inductor.
 
     Returns:
-        A function of the same inputs, whose gradients are made in chunks of the sequence.
+        A function of the same inputs, whose gradients are computed in chunks of the sequence.
 
     Raises:
         OptionError: an option that does not exist, a value that it cannot have, or a mode.
-        IntegrationError: it is given a model, or something else that is no graph.
+        IntegrationError: `module` is no graph.
         NotStreamed, OverBudget: what `strict=True`, or `memory_budget`, asks for cannot be.
 
     Example:
         >>> import torch
-        >>> model = torch.compile(torch.nn.Linear(8, 8), backend="streambp", options={"chunk_size": 16})
-        >>> model(torch.randn(1, 64, 8)).square().mean().backward()
+        >>> torch.compile(torch.nn.Linear(8, 8), backend="streambp")(torch.randn(1, 64, 8)).square().mean().backward()
     """
     asked = "streamfx.streambp(...) takes a graph that Dynamo has traced"
     refuse_unless(isinstance(module, fx.GraphModule), IntegrationError, asked, module, COMPILE)
     with raised_as_itself(module.graph):
         check_mode(mode)
+        tell_of_untested_torch()
         tell_of_lost_writes(module.graph)
         compilation, start = Compilation(module, resolved(options)), time.perf_counter()
         with doing("tracing", compilation.options.progress):

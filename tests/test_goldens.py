@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.report.printer import PRODUCTS
-from tests.support.goldens import file_name, orphans
+from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_name, file_of, orphans, own_file, write
 from tests.support.small import EXAMPLES
 
 Golden = Callable[[str], None]
@@ -51,3 +52,17 @@ def test_every_golden_has_its_test(request: pytest.FixtureRequest) -> None:
 
 def test_a_golden_is_named_for_its_test() -> None:
     assert file_name("test_product[streams-axes]") == "product.streams.axes.txt"
+
+
+def test_a_version_has_a_file_of_its_own_only_if_its_text_differs(tmp_path: Path) -> None:
+    base = tmp_path / "product.causal.axes.txt"
+    write(base, BASE, "a")
+    write(base, "2.11", "b")
+    assert [file_of(base, version).read_text() for version in (BASE, "2.11", "2.14")] == ["a", "b", "a"]
+    write(base, "2.11", "a")
+    assert list(tmp_path.iterdir()) == [base] and own_file(base, "2.11").name == "product.causal.axes.torch2.11.txt"
+
+
+def test_files_of_versions_differ_from_the_base_version() -> None:
+    own = [path for path in FOLDER.iterdir() if OF_VERSION.search(path.name)]
+    assert not [path.name for path in own if path.read_text() == path.with_name(OF_VERSION.sub(".txt", path.name)).read_text()]

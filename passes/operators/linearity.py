@@ -27,6 +27,7 @@ from streamfx.passes.operators.fillers import is_zero
 from streamfx.passes.operators.traits import MOVES_ELEMENTS
 from streamfx.runtime.experts import GROUPED_MM, GROUPED_OUTER
 from streamfx.runtime.relative_shifts import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.torch_private import GRADIENT_OF_CDIST
 
 aten = torch.ops.aten
 Condition: TypeAlias = "Callable[[Any], bool]"
@@ -193,7 +194,7 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.embedding_dense_backward.default: (
         _in("grad_output", **_any("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
     ),
-    aten._cdist_backward.default: (_in("grad", **_any("x1", "x2", "p", "cdist")),),
+    aten._cdist_backward.default: (_in(GRADIENT_OF_CDIST, **_any("x1", "x2", "p", "cdist")),),
     aten.convolution_backward.default: (
         _in("grad_output", **_CONVOLVED, **_any("input", "output_mask")),
         _in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),

@@ -41,11 +41,13 @@ def findings() -> dict[str, Any]:
     import torch
 
     from streamfx.runtime.kernels import KERNELS
+    from streamfx.torch_private.versions import untested
 
     return {
         "streamfx": streamfx.__version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "untested": untested(),
         "device": _device(),
         "fused_attention": sorted(KERNELS),
         "entry_point": _entry_point(),
@@ -107,6 +109,7 @@ def _text(found: dict[str, Any], healthy: bool) -> str:
     lines = {
         "streamfx": f"{found['streamfx']}, Python {found['python']}",
         "packages": installed,
+        **({"untested": found["untested"]} if found["untested"] else {}),
         "device": found["device"],
         "fused attention": f"streams on {', '.join(found['fused_attention'])}",
         "entry point": found["entry_point"],

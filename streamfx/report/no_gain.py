@@ -1,5 +1,5 @@
 """Warnings, each once: a step with much work saves no memory (it runs as it stood, or takes no less than with checkpoints); what
-it writes is lost.
+it writes is lost; this version of PyTorch is not tested.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from streamfx.report.names import unnumbered
 from streamfx.report.reasons import why_no_stages
 from streamfx.report.stages import source_lines
 from streamfx.torch_private.dynamo import lost_writes
+from streamfx.torch_private.versions import untested
 
 MUCH_WORK = 10**11  # FLOPs of a graph: with less, nobody misses the loops
 MORE = "streamfx.explain shows more"
@@ -42,6 +43,12 @@ LOST = (
     "{line}: this write is lost under torch.compile, whatever the backend: AOTAutograd takes a tensor of no dimensions in "
     "float64 on the CPU for a number. Give it a dimension (torch.zeros(1, dtype=torch.float64)), or another type"
 )
+
+
+def tell_of_untested_torch() -> None:
+    """Say that the tests never ran on this version of PyTorch."""
+    if text := untested():
+        _tell_once(untested, text)
 
 
 def tell_of_lost_writes(graph: fx.Graph) -> None:

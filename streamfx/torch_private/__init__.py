@@ -91,6 +91,7 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # 2.11, 2.13
 ZEROS_AND_SCATTER = torch.ops.flex_lib.zeros_and_scatter.default  # 2.11, 2.13: the gradient of a look-up in a score function
 AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # 2.11, 2.13: an operator that writes, as one that does not
+GRADIENT_OF_CDIST = torch.ops.aten._cdist_backward.default._schema.arguments[0].name  # grad (2.11, 2.13), grad_output (2.14)
 SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo's graphs
 
 

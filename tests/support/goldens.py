@@ -1,4 +1,7 @@
-"""Texts that are compared with files under `tests/goldens`, one file per test; `pytest --update-goldens` writes them."""
+"""Texts that are compared with files under `tests/goldens`, one file per test; `pytest --update-goldens` writes them.
+
+A file holds the text on PyTorch 2.13. If the text differs on another version, that version has its own: `wire.2.torch2.11.txt`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,19 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "goldens"
-TORCH = "2.13"  # the version whose graphs the files show
+BASE = "2.13"  # the version whose texts the files without a version hold
+OF_VERSION = re.compile(r"\.torch\d+\.\d+\.txt$")
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """`golden(text)` fails where the text differs from the test's file, or where there is none."""
-    if not torch.__version__.startswith(f"{TORCH}."):
-        pytest.skip(f"golden files show the graphs of torch {TORCH}")
-    path = FOLDER / file_name(request.node.name)
+    """`golden(text)` fails if the text differs from the test's file for this version of torch, or if there is none."""
+    base = FOLDER / file_name(request.node.name)
+    path = file_of(base, torch_version())
 
     def compare(text: str) -> None:
         if request.config.getoption("--update-goldens"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+            write(base, torch_version(), text)
             return
         if not path.exists():
             pytest.fail(f"there is no {path.name}: run pytest --update-goldens, and read what it writes", pytrace=False)
@@ -41,7 +43,7 @@ def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], No
     Other versions have lines of their own; for a version without lines nothing is compared.
     """
     path = FOLDER / file_name(request.node.name)
-    version = ".".join(torch.__version__.split(".")[:2])
+    version = torch_version()
 
     def compare(figures: Mapping[str, int]) -> None:
         kept = figures_in(path.read_text()) if path.exists() else {}
@@ -55,6 +57,35 @@ def recorded(request: pytest.FixtureRequest) -> Callable[[Mapping[str, int]], No
             pytest.fail("\n".join([*found, how]), pytrace=False)
 
     return compare
+
+
+def torch_version() -> str:
+    """Such as 2.13."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def own_file(base: Path, version: str) -> Path:
+    """
+    >>> own_file(Path("wire.2.txt"), "2.14").name
+    'wire.2.torch2.14.txt'
+    """
+    return base.with_suffix(f".torch{version}.txt")
+
+
+def file_of(base: Path, version: str) -> Path:
+    """The file to compare with on a version of torch."""
+    own = own_file(base, version)
+    return own if own.exists() else base
+
+
+def write(base: Path, version: str, text: str) -> None:
+    """Keep a text: in a file of the version's own only if the text differs from the base version's."""
+    if version == BASE:
+        base.write_text(text)
+    elif base.exists() and base.read_text() == text:
+        own_file(base, version).unlink(missing_ok=True)
+    else:
+        own_file(base, version).write_text(text)
 
 
 def larger(figures: Mapping[str, int], kept: Mapping[str, int]) -> list[str]:
@@ -96,7 +127,7 @@ def file_name(test: str) -> str:
 def orphans(items: Iterable[pytest.Item]) -> list[str]:
     """Files that no test reads any more."""
     used = {file_name(item.name) for item in items if not {"golden", "recorded"}.isdisjoint(getattr(item, "fixturenames", ()))}
-    return sorted(path.name for path in FOLDER.iterdir() if path.name not in used)
+    return sorted(path.name for path in FOLDER.iterdir() if OF_VERSION.sub(".txt", path.name) not in used)
 
 
 def difference(kept: str, text: str, name: str) -> str:
