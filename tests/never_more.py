@@ -20,7 +20,7 @@ from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.specification import Decoder
 from tests.support.exactness import call, fresh, scalar_of
 from tests.support.peaks import TOLERATED, Peaks, peaks
-from tests.support.precision import widen_models
+from tests.support.precision import default_dtype, widen_models
 
 widen_models()
 
@@ -32,11 +32,12 @@ def of_random_decoder(decoder: Decoder) -> Peaks:
 
 
 def of_model_type(name: str) -> Peaks:
-    from tests.zoo.models import built, inputs
+    from tests.zoo.models import built, dtype_of, inputs
 
-    model = built(name)
-    given = inputs(name, model)
-    return peaks(model, lambda compiled: scalar_of(call(compiled, given)))
+    with default_dtype(dtype_of(name)):
+        model = built(name)
+        given = inputs(name, model)
+        return peaks(model, lambda compiled: scalar_of(call(compiled, given)))
 
 
 def all_of(chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
