@@ -20,7 +20,7 @@ from streamfx.runtime.loop import Loop
 from streamfx.torch_private import FakeTensor
 from tests.support.goldens import golden, recorded
 from tests.support.precision import widen_models
-from tests.support.shares import SHARES, taken
+from tests.support.shares import SHARES, TAKEN, seeing_faults, taken
 
 __all__ = ["golden", "recorded"]
 
@@ -46,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A default run takes, of each file, as many cases as it has places, and those that see faults (`tests/mutations/`)."""
     if config.getoption("--long"):
         return
     for item in items:
@@ -53,12 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="runs only with --long"))
     if any("::" in argument for argument in config.args):  # what is asked for by name runs
         return
+    config.stash[TAKEN] = set()
     for path, group in groupby((item for item in items if "long" not in item.keywords), key=lambda item: item.path):
         own = list(group)
         places = SHARES.get(path.name, len(own))
         kept = taken([getattr(item, "originalname", item.name) for item in own], places)
+        kept |= seeing_faults([item.nodeid.removeprefix("tests/") for item in own])
+        config.stash[TAKEN].update(own[position].nodeid.removeprefix("tests/") for position in kept)
         for position in set(range(len(own))) - kept:
-            own[position].add_marker(pytest.mark.skip(reason=f"a default run takes {places} cases of this file, --long all"))
+            own[position].add_marker(pytest.mark.skip(reason=f"a default run takes {len(kept)} cases of this file, --long all"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,8 @@ import torch
 import streamfx
 from tests.support.spread import only
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[1] / "examples" / "custom_decoders"
 DECODERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "running")
 

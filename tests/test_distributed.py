@@ -20,6 +20,8 @@ from tests.support.collectives import GATHER, REDUCE, SCATTER, Step, data_of, of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 
+pytestmark = pytest.mark.long
+
 CHUNK, LAYERS = 8, 2
 
 

@@ -13,6 +13,8 @@ import streamfx
 from tests.support.snippets import has_snippets, ran
 from tests.support.spread import only
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.parent.name != "recipes"}  # tests/test_recipes.py

@@ -27,6 +27,8 @@ from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_training
 
+pytestmark = pytest.mark.long
+
 CHUNK, TOLERANCE = 8, 1e-12
 
 

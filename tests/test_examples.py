@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 

@@ -22,6 +22,8 @@ from tests.support.over_ranks import one_of_many
 from tests.support.ranks import on_ranks
 from tests.test_tensor_parallel import COLUMNS, ROWS
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (24, 40)
 LAYERS_TOO, HEAD_BY_ITSELF = "the layers are cut, too", "the head is wrapped by itself"
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("the head alone is cut", LAYERS_TOO)]

@@ -26,6 +26,8 @@ from tests.support.sharded import Decoder, Layer
 from tests.support.spread import only
 from tests.test_sequence_parallel import Ulysses
 
+pytestmark = pytest.mark.long
+
 CHUNK, ROWS, HEAD = 8, 32, 4
 OPTIONS: dict[str, Any] = {"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True, "bodies": "eager"}
 TOLERANCE = 0.05

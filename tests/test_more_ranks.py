@@ -29,6 +29,8 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, Layer, sharded
 from tests.test_sequence_parallel import Gathered, Ulysses
 
+pytestmark = pytest.mark.long
+
 CHUNK, LENGTH, TOLERANCE, RATE = 8, 29, 1e-12, 0.5
 OPTIONS: dict[str, Any] = {"chunk_size": CHUNK, "loss_chunk_size": CHUNK, "check_passes": True}
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")

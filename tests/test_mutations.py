@@ -10,6 +10,7 @@ import pytest
 
 from tests.mutations import KINDS, ROWS
 from tests.mutations.row import ROOT
+from tests.support.shares import TAKEN
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
@@ -35,6 +36,16 @@ def test_the_tests_of_each_row_are_there() -> None:
         for test in row.tests:
             file, *functions = test.split("[")[0].split("::")
             assert functions_in(file).issuperset(functions), f"{row.what}: {test} is gone"
+
+
+def test_a_default_run_takes_a_test_of_each_row(request: pytest.FixtureRequest) -> None:
+    """Where all files are collected; a function that a row names as a whole is taken if one of its cases is."""
+    found = request.config.stash.get(TAKEN, set())
+    if len({name.split("::")[0] for name in found}) < 100:
+        pytest.skip("a run of all files looks at all rows")
+    cases = found | {name.split("[")[0] for name in found}
+    missed = [row.what for row in ROWS if cases.isdisjoint(row.tests)]
+    assert not missed, f"only --long sees these: {missed}"
 
 
 def test_each_kind_has_rows() -> None:

@@ -29,6 +29,8 @@ from tests.support.spread import only
 from tests.test_engines import wrapped
 from tests.test_tensor_parallel import cut
 
+pytestmark = pytest.mark.long
+
 LAYERS, WIDTH, VOCABULARY, LENGTH = 4, 32, 18, 16
 OPTIONS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 Run = Callable[[Tensor, Tensor], Tensor]

@@ -13,6 +13,8 @@ from tests.packages.checking import BOUND, check, double, unsettle
 from tests.support.exactness import compare
 from tests.support.spread import only
 
+pytestmark = pytest.mark.long
+
 x_decoders: Any = pytest.importorskip("x_transformers") and import_module("tests.packages.x_decoders")
 
 

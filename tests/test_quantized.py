@@ -23,6 +23,8 @@ from tests.support.trainers import tiny
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_training
 
+pytestmark = pytest.mark.long
+
 OPTIONS: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "strict": True}  # strict: an error if anything runs whole
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LAYERS = 4

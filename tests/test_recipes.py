@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.snippets import ran
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 NEEDS = {

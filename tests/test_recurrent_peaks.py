@@ -16,6 +16,8 @@ from tests.support.recurrent import BATCH, WIDTH
 from tests.support.spread import only
 from tests.test_recurrent_families import OPERATORS_OF, VOCABULARY, WRITTEN, Decoder, of_transformers
 
+pytestmark = pytest.mark.long
+
 LAYERS, FEW, MANY = 2, 9, 15
 NUMBER = torch.float32.itemsize
 CHUNK, BLOCK = 4, 11

@@ -20,6 +20,8 @@ from tests.support.ranks import on_ranks
 from tests.support.scans import scan, with_states_of_constants
 from tests.support.stateful.averages import averages
 
+pytestmark = pytest.mark.long
+
 WIDTH, ROWS = 6, 8  # rows of a rank
 
 

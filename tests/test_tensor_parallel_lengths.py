@@ -20,6 +20,8 @@ from tests.support.ranks import on_ranks
 from tests.test_distributed import compiled, twins
 from tests.test_tensor_parallel import cut
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (24, 40, 33)
 PLANS: dict[str, Callable[[], Any]] = {
     "columns, then rows": lambda: {"0": ColwiseParallel(), "1": RowwiseParallel()},

@@ -29,6 +29,8 @@ from tests.support.trainers.running import (
     weights,
 )
 
+pytestmark = pytest.mark.long
+
 TRL = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
 
 

@@ -18,6 +18,8 @@ from tests.zoo.models import grouped_products_in_float64, model_types
 from tests.zoo.report import text_of
 from tests.zoo.runs import known, tidy
 
+pytestmark = pytest.mark.long
+
 # one of a kind each, cheap to trace; the attention that is to be found
 SPREAD = {
     "bloom": {"causal"},  # slopes per head

@@ -1,7 +1,7 @@
 """How many cases of the slowest files a default run takes: `--long` takes all.
 
-Measured on two cores: without shares these files take two thirds of the time of a default run, which has to end within the hour
-that continuous integration has. The cases taken are those of as many test functions as there are places, spread over the file.
+A default run has eight minutes on two cores. Of these files it takes the cases that see a fault of `tests/mutations/`, and those
+of as many test functions as there are places, spread over the file.
 """
 
 from __future__ import annotations
@@ -9,74 +9,125 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import pytest
+
+from tests.mutations import ROWS
+
+TAKEN = pytest.StashKey[set[str]]()  # node ids of the cases that a default run takes
+
 SHARES = {
-    "test_along_sequence.py": 6,
+    "test_agreement.py": 20,
+    "test_along_sequence.py": 4,
     "test_analysed_layers.py": 3,
-    "test_associative_scans.py": 5,
-    "test_axis_table.py": 10,
+    "test_assertions.py": 6,
+    "test_associative_scans.py": 4,
+    "test_at_peak.py": 3,
+    "test_axis_table.py": 5,
+    "test_bad_input.py": 8,
     "test_benchmarks.py": 6,
-    "test_between.py": 5,
-    "test_bodies.py": 12,
-    "test_by_far.py": 4,
-    "test_cli.py": 10,
+    "test_between.py": 3,
+    "test_bodies.py": 6,
+    "test_budget.py": 3,
+    "test_by_far.py": 2,
+    "test_casts.py": 40,
+    "test_choices.py": 1,
+    "test_cli.py": 6,
     "test_collectives.py": 5,
-    "test_comparisons.py": 8,
+    "test_comparisons.py": 5,
     "test_copies.py": 5,
     "test_cut_blocks.py": 3,
     "test_decayed_sums.py": 4,
-    "test_deferred_outputs.py": 30,
+    "test_deferred_outputs.py": 12,
     "test_diagrams.py": 4,
-    "test_dropout.py": 6,
+    "test_dropout.py": 4,
+    "test_dynamic_shapes.py": 8,
+    "test_early_sums.py": 1,
     "test_enable_again.py": 12,
-    "test_flash_package.py": 15,
-    "test_flex.py": 6,
-    "test_gradients.py": 4,
+    "test_evaluation.py": 2,
+    "test_experts.py": 8,
+    "test_explain.py": 12,
+    "test_fake_cuda.py": 2,
+    "test_faults.py": 4,
+    "test_first_step.py": 2,
+    "test_flash_attention_2.py": 4,
+    "test_flash_package.py": 6,
+    "test_flex.py": 4,
+    "test_found_at_random.py": 4,
+    "test_given.py": 8,
+    "test_gpu_benchmark.py": 2,
+    "test_gradients.py": 3,
     "test_graph_pieces.py": 7,
-    "test_heads_in_groups.py": 5,
-    "test_html.py": 5,
-    "test_joined_parts.py": 3,
-    "test_keys_in_blocks.py": 5,
-    "test_linearity.py": 18,
-    "test_loops.py": 6,
+    "test_hooks.py": 2,
+    "test_host_work.py": 20,
+    "test_html.py": 3,
+    "test_hub_kernels.py": 3,
+    "test_import.py": 5,
+    "test_joined_parts.py": 2,
+    "test_keys_in_blocks.py": 4,
+    "test_lengths.py": 3,
+    "test_linearity.py": 10,
+    "test_live_bytes.py": 3,
+    "test_loops.py": 4,
     "test_loops_over_blocks.py": 3,
-    "test_losses.py": 10,
-    "test_no_gain.py": 5,
+    "test_losses.py": 6,
+    "test_many_ranks.py": 3,
+    "test_masks.py": 30,
+    "test_masks_that_mislead.py": 30,
+    "test_memory.py": 10,
+    "test_multiples.py": 30,
+    "test_never_more.py": 8,
+    "test_no_gain.py": 3,
     "test_objectives.py": 3,
-    "test_offload_attention.py": 8,
-    "test_packing.py": 9,
+    "test_offload_attention.py": 4,
+    "test_one_pass.py": 7,
+    "test_packing.py": 5,
+    "test_plan.py": 8,
+    "test_plan_context.py": 3,
     "test_plan_sharded.py": 3,
     "test_plan_updates.py": 3,
     "test_plan_verdict.py": 7,
+    "test_plans_of_few_layers.py": 4,
     "test_plugins.py": 3,
-    "test_precision.py": 10,
-    "test_profile.py": 6,
-    "test_quantized.py": 1,
+    "test_precision.py": 6,
+    "test_products_made_again.py": 2,
+    "test_profile.py": 3,
+    "test_progress.py": 4,
     "test_random.py": 3,
+    "test_random_masks.py": 1,
+    "test_ranks.py": 12,
     "test_ranks_agree.py": 3,
-    "test_recipes.py": 2,
-    "test_record.py": 12,
-    "test_recurrences.py": 10,
+    "test_record.py": 5,
+    "test_recurrences.py": 6,
     "test_recurrent_families.py": 3,
-    "test_relative_shifts.py": 12,
-    "test_repeated_layers.py": 8,
-    "test_results.py": 16,
+    "test_relative_shifts.py": 6,
+    "test_repeated_layers.py": 5,
+    "test_results.py": 8,
+    "test_sampling.py": 4,
     "test_scan_operators.py": 4,
-    "test_scores.py": 12,
+    "test_scores.py": 6,
     "test_single_rows.py": 5,
-    "test_stagewise.py": 10,
+    "test_stagewise.py": 6,
     "test_stateful.py": 6,
     "test_steps.py": 5,
+    "test_stream_callback.py": 2,
+    "test_tensor_parallel.py": 1,
     "test_threads.py": 5,
-    "test_timeline.py": 4,
+    "test_timeline.py": 3,
     "test_trees.py": 4,
     "test_truncated_adjoints.py": 4,
-    "test_user_rules.py": 10,
-    "test_two_sequences.py": 12,
-    "test_uses_of_outputs.py": 10,
-    "test_watched_buffers.py": 4,
-    "test_whole.py": 3,
-    "test_whys.py": 5,
-    "test_windows.py": 8,
+    "test_two_sequences.py": 5,
+    "test_unknown_rows.py": 3,
+    "test_user_rules.py": 5,
+    "test_uses_of_outputs.py": 5,
+    "test_verify.py": 8,
+    "test_visible.py": 8,
+    "test_watched_buffers.py": 3,
+    "test_whole.py": 1,
+    "test_whys.py": 3,
+    "test_windows.py": 5,
+    "test_wire.py": 3,
+    "test_workspaces.py": 3,
+    "test_written.py": 5,
 }
 
 
@@ -91,3 +142,15 @@ def taken(functions: Sequence[str], places: int) -> set[int]:
         return {groups[place * len(groups) // places][0] for place in range(places)}
     rounds = (group[turn] for turn in range(max(map(len, groups), default=0)) for group in groups if turn < len(group))
     return {position for position, _ in zip(rounds, range(places), strict=False)}
+
+
+def seeing_faults(names: Sequence[str]) -> set[int]:
+    """The positions of the cases that a row of `tests/mutations/` names; of a function that it names as a whole, the first case.
+
+    >>> names = [f"test_values.py::test_transfer_functions_hold[{case}]" for case in "ab"]
+    >>> seeing_faults(["test_values.py::test_other", *names])
+    {1}
+    """
+    first = {name.split("[")[0]: position for position, name in reversed([*enumerate(names)])}
+    named = {test for row in ROWS for test in row.tests}
+    return {first[test] for test in named & first.keys()} | {place for place, name in enumerate(names) if name in named}
