@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,10 +111,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible, "LEAST_ROWS", 2)
 
 
-@pytest.fixture(autouse=True)
-def small_outputs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def small_outputs_wait() -> Iterator[None]:
     """Outputs of a few rows are deferred as large ones are."""
-    monkeypatch.setattr(rewrite, "is_made_whole", lambda base: False)
+    with mock.patch.object(rewrite, "is_made_whole", return_value=False):
+        yield
 
 
 @pytest.fixture(autouse=True)

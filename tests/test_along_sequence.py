@@ -195,7 +195,7 @@ class BiasHeads(SlopeHeads):
 
 
 class RowByRowHeads(Heads):
-    """A mask written row by row, which says nothing of which axis holds the keys."""
+    """A mask of a window, written row by row."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.full((q.shape[-2], k.shape[-2]), -torch.inf, dtype=q.dtype)
@@ -217,7 +217,7 @@ def test_causal_scores(heads: type[nn.Module]) -> None:
 
 
 def test_mask_made_row_by_row() -> None:
-    compare(decoder_of(RowByRowHeads), batch(), also=(5,), attention={"masked"})
+    compare(decoder_of(RowByRowHeads), batch(), also=(5,), attention={"window(5)"})
 
 
 def test_numbers_that_change() -> None:

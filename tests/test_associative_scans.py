@@ -176,6 +176,24 @@ def test_layers_and_as_many_sequences_as_rows() -> None:
     compared(decayed, layers=2, length=7, batch=7, chunk_size=3, save="projections")
 
 
+def integers_first(m: Mixed, x: Tensor) -> Tensor:
+    """A leaf of whole numbers gets no gradient; by the same function, a later scan's leaf that is trained gets one."""
+    kept = along(affine, ((x.detach() > 0).long(), x))[1]
+    return m.out(along(affine, (m.gate(kept).sigmoid(), x))[1])
+
+
+def given_integers_first(m: Mixed, x: Tensor) -> Tensor:
+    def scanned(factor: Tensor) -> Tensor:
+        return along(lambda left, right: left * factor + right, x)
+
+    return m.out(scanned(torch.ones((), dtype=torch.int64)) + scanned(m.mu.mean()))
+
+
+@pytest.mark.parametrize("mixer", [integers_first, given_integers_first], ids=lambda mixer: mixer.__name__)
+def test_functions_on_other_dtypes_are_other_functions(mixer: Mixer) -> None:
+    assert scans(compared(mixer, chunk_size=4, streams=None))
+
+
 @pytest.mark.parametrize("length", [2, 3, 8])
 def test_few_rows(length: int) -> None:
     compared(weighted, length=length, chunk_size=1, also=(2, length))

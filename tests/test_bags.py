@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.passes.canonicalization.bags import LARGEST, LENGTHS, NO_TABLE
+from streamfx.passes.canonicalization.bags import END, FREQUENCY, LARGEST, LENGTHS
 from tests.support.canonical import Case, graphs, plain, same, targets
 from tests.support.exactness import compare
 
@@ -73,9 +73,9 @@ RUN_WHOLE: dict[str, tuple[Bag, str]] = {
     ),
     "with the end": (
         by_offsets(lambda count: torch.arange(count + 1) * EACH, mode="sum", include_last_offset=True),
-        LENGTHS,
+        END,
     ),
-    "scaled by frequency": (in_rows(mode="sum", scale_grad_by_freq=True), NO_TABLE),
+    "scaled by frequency": (in_rows(mode="sum", scale_grad_by_freq=True), FREQUENCY),
 }
 
 
@@ -96,6 +96,22 @@ def test_other_bags_run_whole(name: str) -> None:
     report = compare(Bags(bag).double(), batch(), streams=False)
     reasons = [reason for facts in report.facts for reason in facts.reasons()]
     assert any(f"_embedding_bag.default {why}" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("look_up", [in_rows(mode="sum", sparse=True), lambda model, ids: embedded(model, ids)])
+def test_sparse_gradients_have_bytes(look_up: Bag) -> None:
+    """They have no storage: their indices and values do. Gradients stay sparse, and are eager's."""
+    model, inputs = Bags(look_up).double(), batch()
+    assert "sparse=False" in str(explain(model, **inputs, chunk_size=4))
+    model(**inputs).backward()
+    eager, model.table.grad = model.table.grad, None
+    torch.compile(model, backend="streambp", options={"chunk_size": 4})(**inputs).backward()
+    assert eager is not None and eager.is_sparse and model.table.grad is not None and model.table.grad.is_sparse
+    torch.testing.assert_close(model.table.grad.to_dense(), eager.to_dense(), rtol=1e-12, atol=1e-12)
+
+
+def embedded(model: Bags, ids: Tensor) -> Tensor:
+    return F.embedding(ids, model.table, sparse=True).sum(-2).flatten(0, 1)
 
 
 def test_bags_of_dynamic_rows_stream() -> None:

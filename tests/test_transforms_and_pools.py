@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.exactness import compare
 
-POOLED = "pools windows of rows that overlap, reach beyond an end, or have sizes of their own"
+POOLED = "pools in one piece: windows that lie side by side stream"
 VOCABULARY, WIDTH, LENGTH = 13, 8, 23
 Mix = Callable[[Tensor], Tensor]
 
@@ -90,7 +90,7 @@ RUN_WHOLE: dict[str, tuple[Mix, str]] = {
     ),
     "the largest of windows": (
         lambda x: along_sequence(F.pad(x, (0, 0, 2, 0)), lambda y: F.max_pool1d(y, 3, 1)),
-        "takes the largest row of each window",
+        "stream as x.unfold(dim, size, 1).amax(-1)",
     ),
     "a diagonal of rows": (lambda x: x[:, :WIDTH].diagonal(0, 1, 2).sum() * x, "diagonal.default mixes the rows of the sequence"),
     "memory in another order": (

@@ -24,7 +24,11 @@ aten = torch.ops.aten
 SUM, MEAN = 0, 1
 LARGEST = "takes the largest elements of each bag: of sums and means of bags the sequence streams"
 LENGTHS = "has bags whose lengths are not proven to be equal: of indices [rows, indices per row], without offsets, it streams"
-NO_TABLE = "has a gradient that is sparse, or scaled by how often an index occurs"
+SPARSE = "has a sparse gradient, which is put together from all rows: with sparse=False it streams"
+FREQUENCY = (
+    "has a gradient that is divided by how often an index occurs, which all rows say: without scale_grad_by_freq it streams"
+)
+END = "has offsets of which the last one is the end: without include_last_offset, bags of one length stream"
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,11 @@ def _bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
 def _why_whole(arguments: Mapping[str, Any]) -> str | None:
     if arguments["mode"] not in (SUM, MEAN):
         return LARGEST
-    if arguments.get("sparse") or arguments.get("scale_grad_by_freq"):
-        return NO_TABLE
+    for name, why in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
+        if arguments.get(name):
+            return why
     length = _length(arguments)
-    is_equal = length is not None and not arguments.get("include_last_offset") and counts_in_steps(arguments["offsets"], length)
-    return None if is_equal else LENGTHS
+    return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
 
 
 def _length(arguments: Mapping[str, Any]) -> int | None:

@@ -27,8 +27,12 @@ LAYOUTS = "streamfx_layouts"  # in a node's `meta`: the strides that its tensor 
 ALONE = "{operator} gets no operands that tell which call of {forward} it belongs to, with whose states it would run"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
-POOLED = "{target} pools windows of rows that overlap, reach beyond an end, or have sizes of their own"
-LARGEST = "{target} takes the largest row of each window; x.unfold(dim, size, 1).amax(-1) streams along dim"
+POOLED = (
+    "{target} pools in one piece: windows that lie side by side stream, and windows of at most 16 in steps of one, without "
+    "padding of its own (torch.nn.functional.pad streams)"
+)
+LARGEST = "{target} pools in one piece: windows of at most 16 in steps of one stream as x.unfold(dim, size, 1).amax(-1)"
+SPARSE = "{target} puts a sparse gradient together from all rows: with sparse=False it streams"
 IN_WORDS: dict[Any, str] = {
     aten.avg_pool2d.default: POOLED,
     aten.avg_pool2d_backward.default: POOLED,
@@ -36,6 +40,7 @@ IN_WORDS: dict[Any, str] = {
     aten._adaptive_avg_pool2d_backward.default: POOLED,
     aten.max_pool2d_with_indices.default: LARGEST,
     aten.max_pool2d_with_indices_backward.default: LARGEST,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: SPARSE,
 }
 READS_MEMORY |= {target: target for target in READS_STRIDES}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,7 +16,8 @@ def largest_copied(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
     """Bytes of the largest gradient that is copied; copies are made one after the other, when all gradients are there."""
     pairs = zip(inputs, gradients, strict=False)
     tensors = [(value, own) for value, own in pairs if isinstance(value, Tensor) and isinstance(own, Tensor)]
-    return max((own.nbytes for value, own in tensors if own.shape == value.shape and not lies_as(own, value)), default=0)
+    strided = ((value, own) for value, own in tensors if own.layout is torch.strided and own.shape == value.shape)
+    return max((own.nbytes for value, own in strided if not lies_as(own, value)), default=0)
 
 
 def lies_as(gradient: Tensor, value: Tensor) -> bool:

@@ -17,7 +17,7 @@ OTHERS = (nn.Module, type, FunctionType, MethodType, ModuleType)  # objects that
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested values, in order, one as often as it is there.
+    """All tensors in nested values, in order, one as often as it is there; of a sparse one its indices and its values.
 
     What `tree_iter` finds, which takes several times as long: it looks every number up among the kinds of containers.
     """
@@ -31,7 +31,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         for value in values.values():
             yield from tensors_in(value)
     elif isinstance(values, Tensor):  # last: torch looks for fakes of its classes, which takes longer than all of the above
-        yield values
+        yield from (values._indices(), values._values()) if values.layout is torch.sparse_coo else (values,)
     else:
         yield from (value for value in tree_iter(values) if isinstance(value, Tensor))
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamfx.cost.eager import EagerStep, eager_step
 from streamfx.cost.memory import Cost
+from streamfx.cost.nested import tensors_in
 from streamfx.cost.repeated import Repeat, step_of_all
 from streamfx.cost.turns import TurnsDiffer
 from streamfx.cost.values import RealIntegers
@@ -234,4 +235,5 @@ def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _gradient_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.grad.nbytes for tensor in tensors if tensor.is_leaf and tensor.grad is not None)
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return sum(part.nbytes for part in tensors_in(gradients))

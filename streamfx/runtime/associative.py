@@ -44,8 +44,12 @@ COMBINES: dict[int, Combine] = {}  # by the number that operators know them by
 
 
 def known_combine(graph: fx.Graph, given: int) -> int:
-    """The number of a function on two rows, and on so many tensors that all rows are given; equal ones have one."""
-    text = repr((structure(graph), given, by_element := is_by_element(graph, given)))
+    """The number of a function on two rows, and on so many tensors that all rows are given. Functions have one number if their
+    operators, and dtypes and dimensions of their arguments, are equal: no gradient reaches an argument of whole numbers.
+    """
+    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    kinds = [(value.dtype, value.dim()) for value in values]
+    text = repr((structure(graph), kinds, given, by_element := is_by_element(graph, given)))
     number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
     if number not in COMBINES:
         one = fx.GraphModule(torch.nn.Module(), graph).forward

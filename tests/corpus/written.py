@@ -62,12 +62,12 @@ class Writer:
         self.sizes: ShapeEnv | None = None
         # by their order: the names that the trace has depend on where an input came from
         self.names: dict[Any, sympy.Symbol] = {}
-        self.combines: dict[str, Plain] = {}  # functions that combine two rows of a scan, by their numbers
+        self.combines: dict[int, Plain] = {}  # functions that combine two rows of a scan, by their numbers in this process
 
     def written(self, module: fx.GraphModule) -> Plain:
         body = self._graph(module)
         guards = self._guards()
-        combines = {"combines": self.combines} if self.combines else {}
+        combines = {"combines": [*self.combines.values()]} if self.combines else {}
         return {"symbols": self._symbols(), "guards": guards, "values": list(self.values), **combines, **body}
 
     def _graph(self, module: fx.GraphModule) -> Plain:
@@ -79,12 +79,17 @@ class Writer:
 
     def _node(self, node: fx.Node) -> Plain:
         kept = {key: self._argument(value) for key, value in self._kept(node).items()}
-        if node.target in SCANS:
-            combine = COMBINES[node.args[-1]]  # type: ignore[index]
-            graph = self._graph(fx.GraphModule(nn.Module(), combine.graph))
-            self.combines[str(node.args[-1])] = {"graph": graph, "given": combine.given}
         target = _target_name(node.target) if node.op == "call_function" else str(node.target)
-        return [node.name, node.op, target, self._argument(node.args), self._argument(dict(node.kwargs)), kept]
+        args = node.args if node.target not in SCANS else (*node.args[:-1], self._combine(node.args[-1]))
+        return [node.name, node.op, target, self._argument(args), self._argument(dict(node.kwargs)), kept]
+
+    def _combine(self, number: Any) -> int:
+        """The place of a function that combines two rows of a scan among those of the graph."""
+        if number not in self.combines:
+            combine = COMBINES[number]
+            graph = self._graph(fx.GraphModule(nn.Module(), combine.graph))
+            self.combines[number] = {"graph": graph, "given": combine.given}
+        return [*self.combines].index(number)
 
     def _kept(self, node: fx.Node) -> dict[str, Any]:
         found = {key: [[entry[0], _kind(entry[1])] for entry in node.meta[key].values()] for key in MODULES if node.meta.get(key)}
@@ -198,6 +203,7 @@ class Reader:
     def __init__(self, data: Plain) -> None:
         self.data = data
         self.sizes = ShapeEnv()
+        self.combines: list[int] = []  # numbers, in this process, of functions that combine two rows of a scan
         self.mode = FakeTensorMode(shape_env=self.sizes if data["symbols"] else None, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # whose check of an entry refuses offsets that begin behind the end, as flips have them
 
@@ -206,9 +212,8 @@ class Reader:
         with torch.no_grad():
             for guard in self.data["guards"]:
                 self.sizes.evaluate_expr(self._expression(guard))
-            for number, combine in self.data.get("combines", {}).items():
-                own = known_combine(self._module(combine["graph"]).graph, combine["given"])
-                assert own == int(number), f"the function {number} is known as {own}"
+            for combine in self.data.get("combines", ()):
+                self.combines.append(known_combine(self._module(combine["graph"]).graph, combine["given"]))
             return self._module(self.data)
 
     @cached_property
@@ -227,7 +232,10 @@ class Reader:
             setattr(root, name, self._module(value["graph"]) if "graph" in value else numbers_of(value))
         for name, op, target, args, kwargs, kept in data["nodes"]:
             function = _target(target) if op == "call_function" else target
-            node = graph.create_node(op, function, self._argument(args, nodes), self._argument(kwargs, nodes), name=name)
+            given = self._argument(args, nodes)
+            if function in SCANS:
+                given = (*given[:-1], self.combines[given[-1]])
+            node = graph.create_node(op, function, given, self._argument(kwargs, nodes), name=name)
             assert node.name == name, f"the node {name} is called {node.name}"
             node.meta = self._kept(kept)
             nodes[name] = node

@@ -88,4 +88,11 @@ ROWS = (
         "each if (",
         "test_associative_scans.py::test_a_leaf_that_reaches_no_loss_has_no_gradient",
     ),
+    fault(
+        "functions on whole numbers and on others are one",
+        RUN,
+        "structure(graph), kinds, given,",
+        "structure(graph), given,",
+        "test_associative_scans.py::test_functions_on_other_dtypes_are_other_functions",
+    ),
 )

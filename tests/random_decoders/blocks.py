@@ -143,7 +143,8 @@ def _combine(w: Writer, form: str, i: int, time: int) -> None:
         w.line(f"mixed = {w.parameter(f'mixed{i}', w.decoder.width, w.decoder.width)}")
     way = ", reverse=True" if form == "from behind" else ""
     w.line(f"y = associative_scan({function}, {rows}, {time}, combine_mode='generic'{way})")
-    w.line(f"z = {made.format(sign=w.parameter(f'sign{i}', w.decoder.width) if 'sign' in made else '')}")
+    sign = w.parameter(f"sign{i}", w.decoder.width) if "sign" in made else ""
+    w.line(f"z = {made.format(sign=sign, time=time)}")
 
 
 def _handed_on(w: Writer, operator: str, i: int) -> None:

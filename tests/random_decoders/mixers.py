@@ -37,6 +37,11 @@ TREES = {  # PyTorch's associative scan: how two rows are combined, what the row
         "(z[..., :1], z.tanh())",
         "y[1] / (1 + y[0] * y[0])",
     ),
+    "after whole numbers": (  # by the same function, which hands their leaf no gradient
+        "lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])",
+        "((z.detach() > 0).long(), z)",
+        "associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (z.cos(), y[1]), {time}, combine_mode='generic')[1]",
+    ),
     "from behind": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])", "(z.sigmoid(), z)", "y[1]"),
 }
 STATEFUL = {  # operators with a state: y and the last state of rows r [b t d], the first one's shape, and what is for all rows
