@@ -28,12 +28,16 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", Entry.all())
-def test_rewritten_graphs_have_the_results_of_the_graph(name: str) -> None:
-    """And their loops, FLOPs, peak and reasons are those of the kept file: `python -m tests.corpus write` writes it."""
+def test_rewritten_graphs_have_the_results_of_the_graph(name: str, request: pytest.FixtureRequest) -> None:
+    """And their loops and reasons are those of the kept file, FLOPs and the peak of each fourth graph, of all with `--long`.
+
+    `python -m tests.corpus write` writes the file.
+    """
     one = Entry.load(name)
-    facts = one.analysed()
+    facts = one.analysed(check_passes=False)
     one.check(facts)
-    assert Found.of(facts).plain == kept()[name]
+    found = Found.of(facts, costs=request.config.getoption("--long") or name in Entry.all()[::4]).plain
+    assert found == {key: kept()[name][key] for key in found}
 
 
 @pytest.mark.parametrize("name", ["zoo-arcee", "zoo-bloom"])
@@ -49,7 +53,7 @@ def test_a_wrong_result_is_seen(name: str) -> None:
         entry(name).check(facts)
 
 
-@pytest.mark.parametrize("name", spread(Entry.all(), 5))
+@pytest.mark.parametrize("name", spread(Entry.all(), 16))
 def test_a_graph_is_read_as_it_was_written(name: str) -> None:
     read_only = Entry.load(name)  # passes ask more of sizes, and torch notes what it is asked
     assert written(read_only.module) == read_only.graph
@@ -96,11 +100,11 @@ CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("name", spread(Entry.all(), 6))
+@pytest.mark.parametrize("name", spread(Entry.all(), 12))
 def test_the_results_do_not_depend_on_what_is_chosen(name: str, request: pytest.FixtureRequest) -> None:
     """Chunk sizes, what is saved, offloaded and kept: each graph with one choice, with all of them by `--long`."""
     place = Entry.all().index(name)
-    choices = CHOICES if request.config.getoption("--long") else (CHOICES[place // 6 % len(CHOICES)],)
+    choices = CHOICES if request.config.getoption("--long") else (CHOICES[place // 12 % len(CHOICES)],)
     for choice in choices:
         one = Entry.load(name)
         one.check(one.analysed(**choice))

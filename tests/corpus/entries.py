@@ -124,14 +124,14 @@ class Found:
     loops: list[list[Any]]  # of each: its name, the rows of a chunk, what it takes and gives, the operators of its body
     outer: list[int]  # operators of both outer graphs
     saved: int
-    flops: int
-    peak: int
+    flops: int | None  # None: not asked for; a simulation of the step tells them, which takes longer than all passes
+    peak: int | None
     masks: dict[str, int]
     reasons: list[str]
     listing: str = field(repr=False)
 
     @staticmethod
-    def of(facts: Facts) -> Found:
+    def of(facts: Facts, costs: bool = True) -> Found:
         program = facts.program
         causality = facts.found_causality
         masks = sorted(causality.verdicts.values()) if causality is not None else []
@@ -143,14 +143,15 @@ class Found:
             for loop in program.loops
         ]
         halves = [module for module in (program.forward, program.backward) if module is not None]
-        cost = predicted(facts)
+        cost = predicted(facts) if costs else None
+        flops, peak = (cost.flops, cost.peak) if cost is not None else (None, None)
         outer = [len(module.graph.nodes) for module in halves]
-        return Found(loops, outer, len(program.saved), cost.flops, cost.peak, counts, facts.reasons(), text_of(facts, "rewrite"))
+        return Found(loops, outer, len(program.saved), flops, peak, counts, facts.reasons(), text_of(facts, "rewrite"))
 
     @property
     def plain(self) -> dict[str, Any]:
-        """For a file: the listing by its digest."""
-        own = asdict(self)
+        """For a file: what was asked for, the listing by its digest."""
+        own = {key: value for key, value in asdict(self).items() if value is not None}
         listing = own.pop("listing")
         return {**own, "listing": hashlib.sha256(listing.encode()).hexdigest()[:16]}
 
