@@ -13,13 +13,12 @@ import streamfx
 from tests.support.snippets import has_snippets, ran
 from tests.support.spread import only
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.parent.name != "recipes"}  # tests/test_recipes.py
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only([name for name in SHOWING if name != "trainers.md"], SHOWING))
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,6 +51,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (site / "reference" / "index.html").read_text()
 
 
+@pytest.mark.long
 def test_the_reference_has_everything_that_is_public(reference: str) -> None:
     errors = {name for name in streamfx.__all__ if name in vars(streamfx.errors)}
     missing = [name for name in streamfx.__all__ if f'id="streamfx.{"errors." if name in errors else ""}{name}"' not in reference]
