@@ -80,6 +80,7 @@ class Step:
         return held_bytes(self.backend.facts[0].program.forward.graph)  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [hf.qwen3_tied], ids=lambda make: make.__name__)
 def test_the_predicted_peak_is_the_measured_one(make: Any) -> None:
     """Without a budget, and within one that asks for other chunks."""

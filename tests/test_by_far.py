@@ -49,6 +49,7 @@ def assert_bounded(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     return len(known)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", spread(range(0, 120, 20), 3))
 def test_random_decoders_stay_below(first: int) -> None:
     told = 0

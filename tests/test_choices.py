@@ -40,6 +40,7 @@ def loops_again(facts: Facts) -> int:
     return sum("_again" in loop.spec.name for loop in facts.program.loops)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_gradients_under_every_choice(make: Callable[..., nn.Module], pytestconfig: pytest.Config) -> None:
     ids = torch.randint(1, hf.VOCABULARY, (2, 19))

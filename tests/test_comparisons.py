@@ -56,6 +56,7 @@ HELD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 def test_layers_are_checkpointed_however_they_are_held() -> None:
     peaks = {name: summary_of(made(), rows(64), chunk_size=16)["checkpointing_peak_bytes"] for name, made in HELD.items()}
     assert peaks["list"] == peaks["dict"] == peaks["sequence"] == peaks["around"]

@@ -32,6 +32,7 @@ def same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(layer.values, other.values, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "window"), [(torch.no_grad, None), (torch.inference_mode, 9)])
 def test_a_prompt_and_what_follows_it(mode: Any, window: int | None) -> None:
     """A token, and all that is left; the second prompt is shorter than that, and its length a symbol."""

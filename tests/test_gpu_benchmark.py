@@ -28,6 +28,7 @@ DEFAULT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_checks_run_without_the_distribution(command: str, tmp_path: Path) -> None:
     """No entry point names the backend and there is no rich, as in a checkout on a machine where nothing is installed."""

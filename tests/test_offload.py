@@ -128,6 +128,7 @@ except streamfx.NoRoom as error:
 """
 
 
+@pytest.mark.long
 def test_a_step_on_a_full_disk(tmp_path: Path) -> None:
     """A real one, where the system lets us make it: the process ended with SIGBUS."""
     mount = f"mount -t tmpfs -o size=64k none {tmp_path} && "

@@ -166,6 +166,7 @@ def test_layers_that_are_left_out_come_back() -> None:
     assert [name for name, _ in model.named_modules()] == whole
 
 
+@pytest.mark.long
 def test_an_objective_has_a_reference() -> None:
     """Which takes memory of its own unless it is the policy without its adapters."""
     one = {**TINY, "num_hidden_layers": 1}
@@ -252,6 +253,7 @@ def test_arguments_that_cannot_be(given: dict[str, Any], said: str) -> None:
         streamfx.plan(TINY, **given)
 
 
+@pytest.mark.long
 def test_numbers_of_numpy_are_numbers() -> None:
     given = {"seq": 64, "memory": 2**30, "chunk_size": 16}
     numbers: dict[str, Any] = {name: np.int64(value) for name, value in given.items()}

@@ -60,6 +60,7 @@ def layer_of(model: nn.Module) -> int:
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if ".layers.0." in name)
 
 
+@pytest.mark.long
 def test_what_is_divided(plans: dict[str, dict[str, Any]], model: nn.Module) -> None:
     whole = numbers(model)
     for shard, parameters, state in (("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 8, 8), ("zero3", 8, 8)):

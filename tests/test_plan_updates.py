@@ -69,6 +69,7 @@ def of_a_rank(rank: int) -> list[int]:
     return measured(sharded(decoder(), init_device_mesh("cpu", (2,))), rank)
 
 
+@pytest.mark.long
 def test_the_peak_of_a_rank_is_that_of_a_run() -> None:
     inside, behind = on_ranks(of_a_rank)[0]
     assert planned(False, True, world=2, shard="zero3") == pytest.approx(inside, rel=TOLERANCE)

@@ -59,6 +59,7 @@ def assert_streamed(callback: Any, told: str) -> None:
     assert callback.enabled.calls["model"].counts.compiled == 1
 
 
+@pytest.mark.long
 def test_axolotl_builds_trainers_that_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

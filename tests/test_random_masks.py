@@ -60,6 +60,7 @@ HIDINGS = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(visible(), st.sampled_from(HIDINGS), st.integers(1, 10), st.integers(0, 99))
 def test_random_masks(expression: str, hiding: str, chunk_size: int, seed: int) -> None:

@@ -134,6 +134,7 @@ def held(model: nn.Module, ids: Tensor) -> int:
     return sum(parameter.nbytes for parameter in model.parameters()) + ids.nbytes
 
 
+@pytest.mark.long
 def test_a_refusal_of_a_plan_names_what_would_make_it_fit() -> None:
     """Where inputs of stages wait on the host, a step takes less than any that keeps them on the device."""
     with torch.device("meta"):

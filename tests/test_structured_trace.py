@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import torch
 from tests.support.small import Causal, tokens
@@ -17,6 +19,7 @@ torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies":
 """
 
 
+@pytest.mark.long
 def test_stages_and_listing_are_artifacts(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
     command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[1]

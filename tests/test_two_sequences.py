@@ -154,6 +154,7 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, **sizes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "lengths"), [(bart, (64, 128)), (t5, (256, 128))])
 def test_encoders_and_decoders_stream_each_along_its_own_rows(make: Callable[[], nn.Module], lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)
