@@ -116,7 +116,7 @@ ROWS = (
     ),
     _row(
         "all bags are of the length that they have on average",
-        "    return None if is_equal else LENGTHS\n",
+        '    return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS\n',
         "    return None if length is not None else LENGTHS\n",
         ("test_bags.py::test_other_bags_run_whole",),
         BAGS,
