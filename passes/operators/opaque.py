@@ -15,6 +15,7 @@ from torch import fx
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.operators.collectives import is_collective
+from streamfx.passes.operators.rules.decompositions import WIDEST
 from streamfx.passes.operators.rules.registry import rule_for
 from streamfx.passes.operators.rules.stateful import BACKWARDS
 from streamfx.passes.operators.traits import READS_STRIDES
@@ -28,10 +29,10 @@ ALONE = "{operator} gets no operands that tell which call of {forward} it belong
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 OF_TORCH_AND_OURS = ("aten", "prims", "streamfx")  # namespaces
 POOLED = (
-    "{target} pools in one piece: windows that lie side by side stream, and windows of at most 16 in steps of one, without "
-    "padding of its own (torch.nn.functional.pad streams)"
+    f"{{target}} pools in one piece: windows that lie side by side stream, and windows of at most {WIDEST} in steps of one, "
+    "without padding of its own (torch.nn.functional.pad streams)"
 )
-LARGEST = "{target} pools in one piece: windows of at most 16 in steps of one stream as x.unfold(dim, size, 1).amax(-1)"
+LARGEST = f"{{target}} pools in one piece: windows of at most {WIDEST} in steps of one stream as x.unfold(dim, size, 1).amax(-1)"
 SPARSE = "{target} puts a sparse gradient together from all rows: with sparse=False it streams"
 IN_WORDS: dict[Any, str] = {
     aten.avg_pool2d.default: POOLED,

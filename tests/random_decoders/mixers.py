@@ -20,15 +20,16 @@ SCANS = {  # PyTorch's own loop over rows: a step's next state, what a row of th
     "reset": "lambda s, r: ((0.9 * s + r) * (r.sum(-1, keepdim=True) > 0), s.sin() + r), {first}, z, dim={time}",
     "from the end": "lambda s, r: (0.5 * s + r.sigmoid(), s * r), {first}, z, dim={time}, reverse=True",
 }
+AFFINE = "lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])"
 TREES = {  # PyTorch's associative scan: how two rows are combined, what the rows are, and what is made of the results
-    "affine": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])", "(z.sigmoid(), z)", "y[1]"),
+    "affine": (AFFINE, "(z.sigmoid(), z)", "y[1]"),
     "both leaves": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1].sin())", "(z.cos(), z)", "y[0] * y[1] + z"),
     "largest": ("torch.maximum", "z.round(decimals=1)", "y + z"),
     "exponents": ("torch.logaddexp", "z", "y"),
     "in this order": ("lambda a, b: (0.5 * a - b).sin()", "z", "y"),
     "of weights": ("lambda a, b: (a @ mixed.t()).tanh() + b * mixed.sum(0)", "z", "y"),
     "of documents": (
-        "lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])",
+        AFFINE,
         "((z.sum(-1, keepdim=True) > 0) * z.sigmoid(), z)",
         "y[1] + torch.copysign({sign}, y[0])",
     ),
@@ -38,11 +39,11 @@ TREES = {  # PyTorch's associative scan: how two rows are combined, what the row
         "y[1] / (1 + y[0] * y[0])",
     ),
     "after whole numbers": (  # by the same function, which hands their leaf no gradient
-        "lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])",
+        AFFINE,
         "((z.detach() > 0).long(), z)",
-        "associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (z.cos(), y[1]), {time}, combine_mode='generic')[1]",
+        f"associative_scan({AFFINE}, (z.cos(), y[1]), {{time}}, combine_mode='generic')[1]",
     ),
-    "from behind": ("lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])", "(z.sigmoid(), z)", "y[1]"),
+    "from behind": (AFFINE, "(z.sigmoid(), z)", "y[1]"),
 }
 STATEFUL = {  # operators with a state: y and the last state of rows r [b t d], the first one's shape, and what is for all rows
     "selective": (
