@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
@@ -274,6 +274,9 @@ class Reader:
         kind, *sizes = text.split("|")
         dtype, device, *seen = kind.split(" ")
         shape, strides, (offset,) = ([self._size(size) for size in part.split()] for part in sizes)
+        if not self.data["symbols"] and not offset and not seen:  # as below, in a tenth of the time
+            made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
+            return FakeTensor(self.mode, made, torch.device(device))
         with self.mode:
             options = {"dtype": getattr(torch, dtype), "device": device}
             if isinstance(offset, int) and not offset:
